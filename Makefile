@@ -1,0 +1,43 @@
+# Every target sets up what it needs in a local virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: help setup test test-slow quickstart lint format figures clean
+
+help:  ## Show the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(BIN)/.installed: setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q -e '.[figures,tasks,models,test,lint]'
+	@touch $@
+
+setup: $(BIN)/.installed  ## Create the virtual environment and install everything.
+
+test: setup  ## Fast test suite (under 12 minutes on 2 cores).
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' tests
+
+test-slow: setup  ## The longer tests (under 25 minutes on 2 cores).
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow tests
+
+quickstart: setup  ## The main job: warm start, then GRPO on arithmetic, with accuracy before and after.
+	$(BIN)/python -m policyopt.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+lint: setup  ## Formatting, lint and types.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: setup  ## Rewrite files to the project's format.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+figures: setup  ## Draw the figures of the README and the docs.
+	$(BIN)/python -m experiments.surrogates
+
+clean:  ## Remove the virtual environment and caches (never runs/).
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

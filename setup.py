@@ -1,0 +1,42 @@
+"""Packaging of policyopt."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name='policyopt',
+    version='0.1.0',
+    description='Policy optimisation for language models, as pure functions in JAX.',
+    long_description=open('README.md', encoding='utf-8').read(),
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    python_requires='>=3.11',
+    packages=find_packages(include=['policyopt', 'policyopt.*']),
+    package_data={'policyopt': ['py.typed']},
+    install_requires=[
+        'absl-py>=2.1',
+        'chex>=0.1.90',
+        'etils[epath]>=1.9',
+        'flax>=0.12',
+        'grain>=0.2.12',
+        'importlib_resources>=6.0',
+        'jax>=0.10',
+        'ml-collections>=1.0',
+        'numpy>=2.0',
+        'optax>=0.2.5',
+        'orbax-checkpoint>=0.11.30',
+        'rich>=13.0',
+        'tensorflow-datasets>=4.9.8',
+    ],
+    extras_require={
+        # Each extra is imported only where it is used; docs/design.md says what for.
+        'figures': ['matplotlib>=3.9'],
+        'tasks': ['reasoning-gym>=0.1.25'],
+        'models': ['safetensors>=0.5', 'gguf>=0.17', 'tokenizers>=0.21'],
+        'test': [
+            'hypothesis>=6.120',
+            'pytest>=8.3',
+            'pytest-xdist>=3.6',
+        ],
+        'lint': ['pyright>=1.1.400', 'ruff>=0.12'],
+    },
+)
