@@ -1,0 +1,128 @@
+"""Dropless mixture-of-experts feed-forward layer, on one device or over an expert mesh axis.
+
+    y = sum_j gate_j * down_ej(silu(gate_ej(x)) * up_ej(x)) + shared(x)
+
+Tokens are never dropped: there is no capacity, and an expert works on as many rows as chose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from policyopt.models import grouped_matmul as gm
+from policyopt.models.router import (
+    MoEConfig,
+    balance,
+    check_choice,
+    route,
+    routing_dtype,
+)
+from policyopt.types import Array
+
+__all__ = ['MoEConfig', 'moe_layer']
+
+
+def moe_layer(
+    x: Array,
+    params: Mapping[str, Any],
+    config: MoEConfig,
+    *,
+    valid: Array | None = None,
+    routing: Array | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array, dict[str, Any]]:
+    """Mixture-of-experts layer on tokens x [N,D].
+
+    Args:
+      x: [N,D] floating; the result has its dtype.
+      params: router [E,D]; gate and up [E,D,F] and down [E,F,D] in x's dtype; bias [E] with
+        `config.selection_bias`; with `config.shared_experts` a dict `shared` of gate [D,G], up
+        [D,G], down [G,D] and optionally shared_gate [D], whose sigmoid scales the shared output.
+      config: what the router does.
+      valid: [N]; tokens where it is 0 get zeros and routing -1, take no expert work and no part in
+        statistics; None means all are valid.
+      routing: [N,k] int, recorded experts. Entries >= 0 replace the live selection; gate weights
+        still come from the live router over the experts used. Entries of -1, or of any other id
+        that is not an expert, route natively: they are filled by the best live experts that the
+        token's record does not name. An id recorded twice works twice, once for each entry.
+      backend: 'blocked' or 'ragged' (see `grouped_matmul`); None picks by platform.
+
+    Returns:
+      y [N,D], the routing used [N,k] (int8 up to 128 experts, else int16; -1 for invalid tokens)
+      and a dict of `load_balance`, `router_z`, `load`, `replay_agreement` (see `router.balance`).
+    """
+    chex.assert_rank(x, 2)
+    _check(x, params, config)
+    backend = _backend(backend)
+    bias = params.get('bias')
+    routes = route(x, params['router'], bias, config, valid, routing)
+    y = _experts(x, params, routes.experts, routes.weights, config, backend)
+    if config.shared_experts:
+        y = y + _shared(x, params['shared'], config)
+    if valid is not None:
+        y = jnp.where(valid[:, None] != 0, y, 0)
+    record = routes.experts.astype(routing_dtype(config.experts))
+    return y.astype(x.dtype), record, balance(routes.stats, config)
+
+
+def _backend(backend: str | None) -> str:
+    if backend is None:
+        return gm.default_backend()
+    check_choice('backend', backend, gm.BACKENDS)
+    return backend
+
+
+def _check(x: Array, params: Mapping[str, Any], config: MoEConfig) -> None:
+    """Shapes, and that parameters and config agree on what is optional."""
+    experts, width = config.experts, x.shape[1]
+    inner = params['gate'].shape[-1]
+    chex.assert_shape([params['gate'], params['up']], (experts, width, inner))
+    chex.assert_shape(params['down'], (experts, inner, width))
+    for name, field in (('bias', 'selection_bias'), ('shared', 'shared_experts')):
+        if (params.get(name) is not None) != bool(getattr(config, field)):
+            raise ValueError(
+                f'{field}={getattr(config, field)!r}, but params[{name!r}] is '
+                f'{"absent" if params.get(name) is None else "present"}.'
+            )
+
+
+def _experts(x, params, experts, weights, config, backend):
+    """Gate-weighted sum of the outputs of each token's experts [N,k], in float32 at least.
+
+    experts of -1, or past the end of the weights, take no work and add nothing.
+    """
+    tokens, k = experts.shape
+    groups = params['gate'].shape[0]
+    block = gm.block_rows(tokens * k, groups)
+    layout = gm.sort_by_group(experts.ravel(), groups, block if backend == 'blocked' else 0)
+    token = jnp.where(layout.source >= 0, layout.source // k, -1)
+    rows = gm.take_rows(x, token, layout.row.reshape(tokens, k))
+
+    def product(rows, w):
+        return gm.grouped_matmul(
+            rows, w, layout.sizes, backend=backend, block=block, precision=config.precision
+        )
+
+    inner = jax.nn.silu(product(rows, params['gate'])) * product(rows, params['up'])
+    out = product(inner, params['down'])
+    picked = gm.take_rows(out, layout.row, layout.source[:, None]).reshape(tokens, k, -1)
+    return jnp.sum(picked.astype(weights.dtype) * weights[:, :, None], axis=1)
+
+
+def _shared(x, params, config):
+    """The feed-forward layer that every token passes through."""
+
+    def product(x, w):
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.dot(x, w, precision=config.precision, preferred_element_type=wide)
+
+    inner = jax.nn.silu(product(x, params['gate'])) * product(x, params['up'])
+    y = product(inner.astype(x.dtype), params['down'])
+    if params.get('shared_gate') is not None:
+        y = y * jax.nn.sigmoid(product(x, params['shared_gate']))[:, None]
+    return y
