@@ -1,0 +1,17 @@
+"""Decoders as pure functions of a params dict: dense and MoE, cached and uncached."""
+
+from policyopt.models.attention import attention
+from policyopt.models.cache import Cache
+from policyopt.models.config import ModelConfig, RopeScaling
+from policyopt.models.transformer import Hidden, Model, Output, build
+
+__all__ = [
+    'Cache',
+    'Hidden',
+    'Model',
+    'ModelConfig',
+    'Output',
+    'RopeScaling',
+    'attention',
+    'build',
+]

@@ -1,0 +1,47 @@
+"""The key-value cache: an explicit pytree with a length per row."""
+
+from __future__ import annotations
+
+import chex
+import jax.numpy as jnp
+
+from policyopt.models.config import ModelConfig
+from policyopt.types import Array
+
+
+@chex.dataclass(frozen=True)
+class Cache:
+    """Keys and values of the tokens seen so far.
+
+    Attributes:
+      k: [L,B,S,KV,hd], rotated keys; entries at or past a row's length are unread.
+      v: [L,B,S,KV,hd], values.
+      length: [B] int32, tokens of each row.
+    """
+
+    k: Array
+    v: Array
+    length: Array
+
+
+def init_cache(config: ModelConfig, batch: int, size: int) -> Cache:
+    """Empty cache of `batch` rows, `size` tokens each."""
+    shape = (config.num_layers, batch, size, config.num_kv_heads, config.head_dim)
+    return Cache(
+        k=jnp.zeros(shape, config.compute_dtype),
+        v=jnp.zeros(shape, config.compute_dtype),
+        length=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def write(cache: Array, layer: Array, at: Array, new: Array) -> Array:
+    """cache [L,B,S,KV,hd] with new [B,C,KV,hd] at positions at [B,C]; positions >= S drop."""
+    rows = jnp.arange(at.shape[0])[:, None]
+    return cache.at[layer, rows, at].set(new.astype(cache.dtype), mode='drop', unique_indices=True)
+
+
+def places(cache: Cache, count: Array, width: int) -> Array:
+    """Positions [B,width] that new tokens take; past `count`, distinct positions out of range."""
+    step = jnp.arange(width)[None]
+    size = cache.k.shape[2]
+    return jnp.where(step < count[:, None], cache.length[:, None] + step, size + step)

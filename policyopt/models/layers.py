@@ -1,0 +1,176 @@
+"""Layers of a decoder as nnx modules.
+
+Each parameter's shape, logical axes and initialiser are stated once, where the module makes it.
+Modules are merged with their arrays inside `transformer.py` and never leave this package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from policyopt.models.config import ModelConfig
+from policyopt.types import Array
+
+Mix = Callable[[Array, Array, Array], Array]
+
+
+def param(
+    rngs: nnx.Rngs, config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], std: float
+) -> nnx.Param:
+    """Parameter drawn from a normal of this standard deviation; std 0 means zeros, inf ones."""
+    dtype = jnp.dtype(config.param_dtype)
+    if std == 0:
+        value = jnp.zeros(shape, dtype)
+    elif math.isinf(std):
+        value = jnp.ones(shape, dtype)
+    else:
+        value = (std * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+    return nnx.Param(value, axes=axes)
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, statistics in float32 at least."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rope_table(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines [..., hd/2], float32 at least, of each position's rotation angles.
+
+    Frequencies are theta^(-2i/hd); 'linear' scaling divides them by the factor; 'llama3' divides
+    those whose wavelength exceeds original_length / low, keeps those below original_length / high
+    and interpolates between.
+    """
+    half = config.head_dim // 2
+    wide = jnp.promote_types(config.compute_dtype, jnp.float32)
+    inverse = config.rope_theta ** (-jnp.arange(half, dtype=wide) / half)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == 'linear':
+        inverse = inverse / scaling.factor
+    elif scaling is not None:
+        turns = scaling.original_length * inverse / (2 * math.pi)
+        keep = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+        inverse = keep * inverse + (1 - keep) * inverse / scaling.factor
+    angles = positions[..., None].astype(wide) * inverse
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotary embedding, halves convention: x [B,T,H,hd], cos and sin [B,T,hd/2]."""
+    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections of grouped-query attention; the mixing itself is the caller's function."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        width, heads, groups, head = (
+            config.embed_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        std = width**-0.5
+        out = (heads * head * 2 * config.num_layers) ** -0.5
+        kv_axes = ('embed', 'kv_heads', 'head_dim')
+        self.q = param(rngs, config, (width, heads, head), ('embed', 'heads', 'head_dim'), std)
+        self.k = param(rngs, config, (width, groups, head), kv_axes, std)
+        self.v = param(rngs, config, (width, groups, head), kv_axes, std)
+        self.o = param(rngs, config, (heads, head, width), ('heads', 'head_dim', 'embed'), out)
+        if config.qkv_bias:
+            self.q_bias = param(rngs, config, (heads, head), ('heads', 'head_dim'), 0)
+            self.k_bias = param(rngs, config, (groups, head), ('kv_heads', 'head_dim'), 0)
+            self.v_bias = param(rngs, config, (groups, head), ('kv_heads', 'head_dim'), 0)
+        if config.qk_norm:
+            self.q_norm = param(rngs, config, (head,), ('head_dim',), math.inf)
+            self.k_norm = param(rngs, config, (head,), ('head_dim',), math.inf)
+        self.config = config
+
+    def __call__(self, x: Array, rope: tuple[Array, Array], mix: Mix) -> Array:
+        """x [B,T,D] -> [B,T,D]; `mix` maps q [B,T,H,hd], k, v [B,T,KV,hd] to [B,T,H,hd]."""
+        config = self.config
+
+        def project(kernel: Any, name: str) -> Array:
+            y = dense('btd,dhk->bthk', x, kernel[...], config)
+            if config.qkv_bias:
+                y = y + getattr(self, f'{name}_bias')[...].astype(y.dtype)
+            return y
+
+        q, k, v = project(self.q, 'q'), project(self.k, 'k'), project(self.v, 'v')
+        if config.qk_norm:
+            q = rms_norm(q, self.q_norm[...], config.norm_eps)
+            k = rms_norm(k, self.k_norm[...], config.norm_eps)
+        out = mix(rotate(q, *rope), rotate(k, *rope), v)
+        return dense('bthk,hkd->btd', out, self.o[...], config)
+
+
+def dense(equation: str, x: Array, kernel: Array, config: ModelConfig) -> Array:
+    """Einsum in the config's dtype and precision."""
+    dtype = config.compute_dtype
+    return jnp.einsum(
+        equation,
+        x,
+        kernel.astype(dtype),
+        precision=config.lax_precision,
+        preferred_element_type=dtype,
+    )
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)), arXiv:2002.05202."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        width, inner = config.embed_dim, config.mlp_dim
+        out = (inner * 2 * config.num_layers) ** -0.5
+        self.gate = param(rngs, config, (width, inner), ('embed', 'mlp'), width**-0.5)
+        self.up = param(rngs, config, (width, inner), ('embed', 'mlp'), width**-0.5)
+        self.down = param(rngs, config, (inner, width), ('mlp', 'embed'), out)
+        self.config = config
+
+    def __call__(self, x: Array) -> Array:
+        """[B,T,D] -> [B,T,D]."""
+        gate = dense('btd,df->btf', x, self.gate[...], self.config)
+        up = dense('btd,df->btf', x, self.up[...], self.config)
+        return dense('btf,fd->btd', jax.nn.silu(gate) * up, self.down[...], self.config)
+
+
+class Block(nnx.Module):
+    """Pre-norm residual layer: attention, then an MLP of the given kind."""
+
+    def __init__(self, config: ModelConfig, kind: str, rngs: nnx.Rngs):
+        del kind
+        self.norm1 = param(rngs, config, (config.embed_dim,), ('embed',), math.inf)
+        self.attention = Attention(config, rngs)
+        self.norm2 = param(rngs, config, (config.embed_dim,), ('embed',), math.inf)
+        self.mlp = SwiGLU(config, rngs)
+        self.config = config
+
+    def __call__(self, x: Array, rope: tuple[Array, Array], mix: Mix) -> Array:
+        """[B,T,D] -> [B,T,D]."""
+        eps = self.config.norm_eps
+        x = x + self.attention(rms_norm(x, self.norm1[...], eps), rope, mix)
+        return x + self.mlp(rms_norm(x, self.norm2[...], eps))
+
+
+class Trunk(nnx.Module):
+    """Parameters outside the layers: embedding, final norm, head, scalar heads."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        width, vocab = config.embed_dim, config.vocab_size
+        self.embed = param(rngs, config, (vocab, width), ('vocab', 'embed'), 0.02)
+        self.norm = param(rngs, config, (width,), ('embed',), math.inf)
+        if not config.tied:
+            self.head = param(rngs, config, (vocab, width), ('vocab', 'embed'), 0.02)
+        for name in ('value', 'reward'):
+            if getattr(config, f'{name}_head'):
+                # Zeros: a fresh head says 0 everywhere and still has a gradient.
+                setattr(self, name, param(rngs, config, (width,), ('embed',), 0))

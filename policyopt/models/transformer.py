@@ -1,0 +1,284 @@
+"""A decoder as pure functions of a plain params dict."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from policyopt.models.attention import attention
+from policyopt.models.cache import Cache, init_cache, places, write
+from policyopt.models.config import ModelConfig
+from policyopt.models.layers import Block, Trunk, rms_norm, rope_table
+from policyopt.sharding import DEFAULT_RULES, Rules, constrain, make_rules
+from policyopt.types import Array
+
+Params = dict[str, Any]
+ACTIVATION = ('batch', 'length', None)
+
+
+class Hidden(NamedTuple):
+    """Final-norm states [B,T,D], routing [B,T,L_moe,k] or None, MoE metrics by name."""
+
+    hidden: Array
+    routing: Array | None
+    aux: dict[str, Array]
+
+
+class Output(NamedTuple):
+    """Logits [B,T,V] float32 (logits[:, t] predict token t + 1), routing and aux as in Hidden."""
+
+    logits: Array
+    routing: Array | None
+    aux: dict[str, Array]
+
+
+@functools.lru_cache(maxsize=64)
+def _modules(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Name -> (graphdef, abstract state with axes) of the trunk and of each kind of layer."""
+    parts = {'trunk': lambda: Trunk(config, nnx.Rngs(0))}
+    for kind in dict.fromkeys(config.kinds):
+        parts[kind] = functools.partial(lambda kind: Block(config, kind, nnx.Rngs(0)), kind)
+    return {name: nnx.split(nnx.eval_shape(make)) for name, make in parts.items()}
+
+
+def _merge(config: ModelConfig, name: str, params: Params) -> Any:
+    return nnx.merge(_modules(config)[name][0], params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder: its config, its tokenizer, and pure functions of a params dict.
+
+    Params are a nested dict of arrays: `embed` [V,D], `norm` [D], `head` [V,D] where untied,
+    `value` and `reward` [D] where configured, and one dict for each kind of layer whose arrays
+    are stacked over the layers of that kind. Hashable, so that it can be closed over or static.
+    """
+
+    config: ModelConfig
+    tokenizer: Any = dataclasses.field(default=None, compare=False)
+    rules: Rules = DEFAULT_RULES
+
+    def init(self, key: Array) -> Params:
+        """Fresh params from a key; jit it with out_shardings to make them sharded."""
+        config = self.config
+
+        def make(kind: str, key: Array) -> Params:
+            rngs = nnx.Rngs(params=key)
+            module = Trunk(config, rngs) if kind == 'trunk' else Block(config, kind, rngs)
+            return nnx.to_pure_dict(nnx.split(module)[1])
+
+        trunk_key, layer_key = jax.random.split(key)
+        params = make('trunk', trunk_key)
+        for index, kind in enumerate(dict.fromkeys(config.kinds)):
+            keys = jax.random.split(jax.random.fold_in(layer_key, index), config.kinds.count(kind))
+            params[kind] = jax.vmap(functools.partial(make, kind))(keys)
+        return params
+
+    def axes(self) -> Params:
+        """Logical axes of each parameter, as `init` lays them out; leaves are tuples of names."""
+        tree: Params = {}
+        for name, (_, state) in _modules(self.config).items():
+            for path, leaf in nnx.to_flat_state(state):
+                lead, path = ((), path) if name == 'trunk' else (('layers',), (name, *path))
+                node = tree
+                for part in path[:-1]:
+                    node = node.setdefault(part, {})
+                node[path[-1]] = lead + leaf.get_metadata()['axes']
+        return tree
+
+    def shapes(self) -> Params:
+        """jax.ShapeDtypeStruct of each parameter."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def head(self, params: Params) -> Array:
+        """Output matrix [V,D]: the embedding where tied."""
+        return params['embed'] if self.config.tied else params['head']
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Array,
+        *,
+        valid: Array | None = None,
+        positions: Array | None = None,
+        segments: Array | None = None,
+        routing: Array | None = None,
+    ) -> Hidden:
+        """States after the final norm.
+
+        Args:
+          params: as `init` makes them.
+          tokens: [B,T] int.
+          valid: [B,T] bool, True on real tokens (right padding); None where all are.
+          positions: [B,T] int for the rotation; by default 0..T-1, from 0 in each segment.
+          segments: [B,T] int, id of the sequence a token belongs to in a packed row; sequences
+            are contiguous and see only themselves.
+          routing: [B,T,L_moe,k] experts to replay, -1 where there is none.
+        """
+        chex.assert_rank(tokens, 2)
+        chex.assert_equal_shape([a for a in (tokens, valid, positions, segments) if a is not None])
+        config = self.config
+        if positions is None:
+            positions = _positions(tokens, segments)
+        rope = rope_table(config, positions)
+
+        def mix(layer, state, q, k, v):
+            del layer
+            out = attention(
+                q,
+                k,
+                v,
+                valid=valid,
+                segments=segments,
+                backend=config.attention,
+                precision=config.lax_precision,
+            )
+            return out, state
+
+        x = self._embed(params, tokens)
+        x, _, routing, aux = self._layers(params, x, None, mix, rope, valid, routing)
+        return Hidden(rms_norm(x, params['norm'], config.norm_eps), routing, aux)
+
+    def apply(self, params: Params, tokens: Array, **kwargs: Any) -> Output:
+        """Logits [B,T,V], float32 at least; arguments as in `hidden`."""
+        out = self.hidden(params, tokens, **kwargs)
+        return Output(self.logits(params, out.hidden), out.routing, out.aux)
+
+    def logits(self, params: Params, hidden: Array) -> Array:
+        """hidden [...,D] @ head^T -> [...,V], float32 at least."""
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        return jnp.einsum(
+            '...d,vd->...v',
+            hidden,
+            self.head(params).astype(hidden.dtype),
+            precision=self.config.lax_precision,
+            preferred_element_type=wide,
+        )
+
+    def value(self, params: Params, hidden: Array) -> Array:
+        """Scalar per token, float32: hidden [...,D] -> [...]; needs config.value_head."""
+        return self._scalar(params, 'value', hidden)
+
+    def reward(self, params: Params, hidden: Array, length: Array | None = None) -> Array:
+        """Scalar per row, float32, read at its last token: hidden [B,T,D], length [B] -> [B]."""
+        if length is None:
+            last = hidden[:, -1]
+        else:
+            index = jnp.maximum(length - 1, 0)[:, None, None]
+            last = jnp.take_along_axis(hidden, index, axis=1)[:, 0]
+        return self._scalar(params, 'reward', last)
+
+    def init_cache(self, batch: int, size: int) -> Cache:
+        """Empty cache of `batch` rows, `size` tokens each."""
+        return init_cache(self.config, batch, size)
+
+    def extend(
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: Array,
+        count: Array,
+        *,
+        routing: Array | None = None,
+        bucket: int | None = None,
+    ) -> tuple[Hidden, Cache]:
+        """Append count[b] tokens to row b of the cache at its own length, and their states.
+
+        Prefill, one-token decode and the extension by tool output are this one function.
+
+        Args:
+          params: as `init` makes them.
+          cache: as `init_cache` makes it or `extend` returns it.
+          tokens: [B,C] int; those past `count` change nothing, and their states mean nothing.
+          count: [B] int, at most C each; 0 leaves a row as it is.
+          routing: [B,C,L_moe,k] experts to replay, -1 where there is none.
+          bucket: static; attention reads the first `bucket` cache positions only. It must be at
+            least each row's new length: what lies past it is not seen. None: the whole cache.
+
+        What it can't check under jit: that length + count stays within the cache and the bucket.
+        Tokens past the cache's end are dropped.
+        """
+        chex.assert_rank(tokens, 2)
+        chex.assert_equal_shape([count, cache.length])
+        config, width = self.config, tokens.shape[1]
+        at = places(cache, count, width)
+        rope = rope_table(config, cache.length[:, None] + jnp.arange(width)[None])
+        size = cache.k.shape[2] if bucket is None else min(bucket, cache.k.shape[2])
+
+        def mix(layer, state, q, k, v):
+            keys, values = write(state[0], layer, at, k), write(state[1], layer, at, v)
+            out = attention(
+                q,
+                jax.lax.dynamic_index_in_dim(keys[:, :, :size], layer, keepdims=False),
+                jax.lax.dynamic_index_in_dim(values[:, :, :size], layer, keepdims=False),
+                offset=cache.length,
+                precision=config.lax_precision,
+            )
+            return out, (keys, values)
+
+        valid = jnp.arange(width)[None] < count[:, None]
+        x = self._embed(params, tokens)
+        x, (k, v), routing, aux = self._layers(
+            params, x, (cache.k, cache.v), mix, rope, valid, routing
+        )
+        hidden = rms_norm(x, params['norm'], config.norm_eps)
+        return Hidden(hidden, routing, aux), Cache(k=k, v=v, length=cache.length + count)
+
+    def _embed(self, params: Params, tokens: Array) -> Array:
+        x = params['embed'][tokens].astype(self.config.compute_dtype)
+        return constrain(x, ACTIVATION, self.rules)
+
+    def _scalar(self, params: Params, name: str, hidden: Array) -> Array:
+        if name not in params:
+            raise ValueError(f'the model has no {name} head: set config.{name}_head=True')
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        return jnp.einsum(
+            '...d,d->...',
+            hidden.astype(wide),
+            params[name].astype(wide),
+            precision=self.config.lax_precision,
+        )
+
+    def _layers(self, params, x, state, mix, rope, valid, routing):
+        del valid, routing
+        config = self.config
+
+        def body(carry, xs):
+            x, state = carry
+            layer, layer_params = xs
+            box = []
+
+            def attend(q, k, v):
+                out, new = mix(layer, state, q, k, v)
+                box.append(new)
+                return out
+
+            x = _merge(config, 'dense', layer_params)(x, rope, attend)
+            return (constrain(x, ACTIVATION, self.rules), box[0]), None
+
+        (x, state), _ = jax.lax.scan(
+            body, (x, state), (jnp.arange(config.num_layers), params['dense'])
+        )
+        return x, state, None, {}
+
+
+def _positions(tokens: Array, segments: Array | None) -> Array:
+    """0..T-1, counted from 0 in each segment; [B,T] int32."""
+    steps = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    if segments is None:
+        return steps
+    starts = jnp.concatenate(
+        [jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1
+    )
+    return steps - jax.lax.cummax(jnp.where(starts, steps, 0), axis=1)
+
+
+def build(config: ModelConfig, tokenizer: Any = None, rules: Any = None) -> Model:
+    """Model of this config; `rules` maps logical axes to mesh axes (`sharding.make_rules`)."""
+    return Model(config=config, tokenizer=tokenizer, rules=make_rules(rules))

@@ -1,0 +1,168 @@
+"""Meshes, logical-axis rules and array shardings.
+
+Arrays name their dimensions by logical axes ('batch', 'embed', 'heads', ...); rules say which mesh
+axes each logical axis is split over; a mesh says how many devices each mesh axis has. Changing the
+layout of a run is changing the rules, never the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+LOGICAL_AXES = (
+    'batch',
+    'length',
+    'layers',
+    'embed',
+    'heads',
+    'kv_heads',
+    'head_dim',
+    'mlp',
+    'vocab',
+    'experts',
+)
+
+# logical axis -> mesh axes; an axis that is absent is not split.
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+
+DEFAULT_MESH = (('data', -1), ('fsdp', 1), ('expert', 1), ('tensor', 1))
+DEFAULT_RULES: Rules = (
+    ('batch', ('data', 'fsdp')),
+    ('embed', ('fsdp',)),
+    ('experts', ('expert',)),
+    ('heads', ('tensor',)),
+    ('kv_heads', ('tensor',)),
+    ('mlp', ('tensor',)),
+    ('vocab', ('tensor',)),
+)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """' Did you mean `x`?' for the known name nearest in spelling, or ''."""
+    match = difflib.get_close_matches(name, known, n=1)
+    return f' Did you mean {match[0]!r}?' if match else ''
+
+
+def make_rules(rules: Mapping[str, Any] | Rules | None = None) -> Rules:
+    """Rules in hashable form, from a mapping of logical axis to mesh axis, mesh axes or None.
+
+    `kv_heads` follows `heads` where it is not given. Raises ValueError for an unknown logical axis.
+    What it can't check: that the mesh axes exist; a rule for an axis that the mesh lacks does not
+    split.
+    """
+    if rules is None:
+        return DEFAULT_RULES
+    named = dict(rules)
+    for name in named:
+        if name not in LOGICAL_AXES:
+            raise ValueError(
+                f'rules name the logical axis {name!r}, which no array has. '
+                f'Known: {", ".join(LOGICAL_AXES)}.{nearest(name, LOGICAL_AXES)}'
+            )
+    if 'heads' in named:
+        named.setdefault('kv_heads', named['heads'])
+    as_tuple = {
+        name: (axes,) if isinstance(axes, str) else tuple(axes or ())
+        for name, axes in named.items()
+    }
+    return tuple(sorted(as_tuple.items()))
+
+
+def make_mesh(
+    axes: Sequence[tuple[str, int]] = DEFAULT_MESH, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Mesh with the named axis sizes over `devices` (all by default).
+
+    One size may be -1: it takes what the others leave. Raises ValueError where the sizes do not
+    multiply to the number of devices, or a name repeats.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    names = [name for name, _ in axes]
+    sizes = [size for _, size in axes]
+    if len(set(names)) != len(names):
+        raise ValueError(f'mesh names an axis twice: {names}')
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(f'mesh sizes {dict(axes)} must be positive, at most one of them -1')
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and len(devices) % known == 0:
+        sizes[sizes.index(-1)] = len(devices) // known
+    if -1 in sizes or math.prod(sizes) != len(devices):
+        raise ValueError(f'mesh {dict(axes)} does not cover {len(devices)} devices')
+    kinds = (AxisType.Auto,) * len(names)
+    return jax.make_mesh(tuple(sizes), tuple(names), axis_types=kinds, devices=devices)
+
+
+def partition_spec(
+    axes: Sequence[str | None], rules: Rules, mesh: Mesh | jax.sharding.AbstractMesh
+) -> PartitionSpec:
+    """PartitionSpec of an array with these logical axes, left to right.
+
+    A mesh axis splits one dimension only: where two dimensions ask for it, the first gets it. Mesh
+    axes of size 1 and axes that the mesh lacks are dropped.
+    """
+    table, sizes = dict(rules), dict(mesh.shape)
+    used: set[str] = set()
+    parts: list[Any] = []
+    for name in axes:
+        wanted = table.get(name, ()) if name else ()
+        kept = tuple(a for a in wanted if sizes.get(a, 1) > 1 and a not in used)
+        used.update(kept)
+        parts.append(kept if len(kept) > 1 else kept[0] if kept else None)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
+
+
+def _split(part: Any, sizes: Mapping[str, int]) -> int:
+    names = (part,) if isinstance(part, str) else tuple(part or ())
+    return math.prod(sizes[name] for name in names)
+
+
+def param_shardings(axes: Any, shapes: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
+    """NamedSharding for each parameter.
+
+    Args:
+      axes: pytree of tuples of logical axis names (or None), one name a dimension.
+      shapes: pytree of the same structure whose leaves have `.shape`.
+      mesh: the devices.
+      rules: logical axis to mesh axes.
+
+    Raises ValueError, naming the parameter, where a dimension does not divide by its mesh axes.
+    """
+
+    def one(path: Any, shape: Any, names: tuple[str | None, ...]) -> NamedSharding:
+        spec = partition_spec(names, rules, mesh)
+        for size, part, name in zip(shape.shape, spec, names, strict=False):
+            if size % _split(part, dict(mesh.shape)):
+                raise ValueError(
+                    f'parameter {jax.tree_util.keystr(path)} of shape {shape.shape}: axis '
+                    f'{name!r} ({size}) does not divide over mesh axes {part!r} '
+                    f'({_split(part, dict(mesh.shape))} devices). Set rules {name}=None to '
+                    'replicate it.'
+                )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(one, shapes, axes)
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None], rules: Rules = DEFAULT_RULES) -> jax.Array:
+    """x with its sharding pinned to the rules on the ambient mesh (`jax.set_mesh`), under jit.
+
+    Without a mesh it is x. A dimension that does not divide by its mesh axes is not split: rows of
+    a short last batch are replicated rather than refused. Also the cotangent of x is pinned.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or all(size == 1 for size in mesh.shape.values()):
+        return x
+    fits = []
+    for size, name in zip(x.shape, axes, strict=True):
+        alone = partition_spec((name,), rules, mesh)
+        whole = not len(alone) or size % _split(alone[0], dict(mesh.shape)) == 0
+        fits.append(name if whole else None)
+    return jax.lax.with_sharding_constraint(x, partition_spec(fits, rules, mesh))
