@@ -1,4 +1,7 @@
-"""Masked, segment and group reductions: NaN-safe, float32, on arrays of shape [B,T] and [B].
+"""Masked, segment and group reductions: NaN-safe, on arrays of shape [B,T] and [B].
+
+Beside them stand the scalar functions that loss parts share: `bounded_exp`, `bounded_expm1` and
+`clip_stops`.
 
 A mask multiplication never removes a NaN, so everything here selects with `where` first. `mask`
 may be bool, integer or floating; nonzero means "counts".
@@ -22,6 +25,11 @@ def bounded_exp(x: Array) -> Array:
     return jnp.exp(jnp.minimum(x, LOG_BOUND)) * (1 + jnp.maximum(x - LOG_BOUND, 0))
 
 
+def bounded_expm1(x: Array) -> Array:
+    """bounded_exp(x) - 1 without the cancellation near 0."""
+    return jnp.expm1(jnp.minimum(x, LOG_BOUND)) + jnp.exp(LOG_BOUND) * jnp.maximum(x - LOG_BOUND, 0)
+
+
 def select(mask: Array, x: Array) -> Array:
     """x where mask is nonzero, 0 elsewhere; NaN elsewhere matters to neither value nor gradient."""
     return jnp.where(mask != 0, x, jnp.zeros((), x.dtype))
@@ -32,9 +40,18 @@ def safe_divide(x: Array, n: Array) -> Array:
     return jnp.where(n > 0, x / jnp.where(n > 0, n, 1), 0)
 
 
-def count(mask: Array, axis: int | None = -1, dtype: jnp.dtype = jnp.float32) -> Array:
+def clip_stops(ratio: Array, advantages: Array, low: float | Array, high: float | Array) -> Array:
+    """Where a clipped surrogate has no slope: bool, elementwise.
+
+    (A > 0 and ratio > 1 + high) or (A < 0 and ratio < 1 - low): only a move that already went too
+    far in the rewarded direction stops.
+    """
+    return ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+
+
+def count(mask: Array, axis: int | None = -1) -> Array:
     """Nonzero entries of mask along axis, as a float."""
-    return jnp.sum(mask != 0, axis=axis, dtype=dtype)
+    return jnp.sum(mask != 0, axis=axis, dtype=jnp.result_type(float))
 
 
 def row_sum(x: Array, mask: Array) -> Array:
@@ -45,63 +62,67 @@ def row_sum(x: Array, mask: Array) -> Array:
 
 def row_mean(x: Array, mask: Array) -> Array:
     """Mean over the masked tokens of each row, 0 for an empty row: [B,T] -> [B]."""
-    return safe_divide(row_sum(x, mask), count(mask, dtype=x.dtype))
+    return safe_divide(row_sum(x, mask), count(mask).astype(x.dtype))
 
 
-def _dense_ids(ids: Array) -> Array:
-    """Ids of any value and order as 0..n-1, same shape."""
-    _, index = jnp.unique(ids, size=ids.size, return_inverse=True)
-    return index.reshape(ids.shape)
+def _rows(x: Array) -> Array:
+    return x.reshape(x.shape[0], -1)
+
+
+def _group_index(group: Array) -> Array:
+    """Group ids of any value and order as 0..n-1: [B] -> [B]."""
+    chex.assert_rank(group, 1)
+    return jnp.unique(group, size=group.size, return_inverse=True)[1].reshape(group.shape)
 
 
 def group_sum(x: Array, keep: Array, group: Array) -> Array:
-    """For each entry, the sum over entries of its group where keep is nonzero; all [B]."""
-    chex.assert_equal_shape([x, keep, group])
-    index = _dense_ids(group)
-    return jax.ops.segment_sum(select(keep, x), index, num_segments=x.size)[index]
+    """Sum of the kept entries of each row's group: x, keep [B] or [B,T], group [B] -> [B]."""
+    chex.assert_equal_shape([x, keep])
+    index = _group_index(group)
+    rows = jnp.sum(_rows(select(keep, x)), axis=-1)
+    return jax.ops.segment_sum(rows, index, num_segments=group.size)[index]
 
 
 def group_mean(x: Array, keep: Array, group: Array) -> Array:
-    """For each entry, the mean over kept entries of its group, 0 where none is kept; all [B]."""
-    n = group_sum(jnp.ones_like(x), keep, group)
-    return safe_divide(group_sum(x, keep, group), n)
+    """Mean of the kept entries of each row's group, 0 where none is kept; shapes of group_sum."""
+    return safe_divide(group_sum(x, keep, group), group_sum(jnp.ones_like(x), keep, group))
 
 
 def group_std(x: Array, keep: Array, group: Array, ddof: int = 1) -> Array:
-    """For each entry, the standard deviation over kept entries of its group; all [B].
+    """Standard deviation of the kept entries of each row's group; shapes of group_sum.
 
     Exactly 0 where the kept entries are all equal (judged by maximum and minimum, since the mean of
     equal floats need not equal them) and where `ddof` or fewer are kept.
     """
     n = group_sum(jnp.ones_like(x), keep, group)
-    centred = x - group_mean(x, keep, group)
-    variance = group_sum(jnp.where(keep != 0, centred, 0) ** 2, keep, group)
-    std = jnp.sqrt(safe_divide(variance, jnp.maximum(n - ddof, 0)))
+    mean = group_mean(x, keep, group).reshape((-1,) + (1,) * (x.ndim - 1))
+    squares = group_sum(jnp.square(select(keep, x - mean)), keep, group)
+    std = jnp.sqrt(safe_divide(squares, n - ddof))
     return jnp.where(group_all_equal(x, keep, group), 0, std)
 
 
 def group_all_equal(x: Array, keep: Array, group: Array) -> Array:
-    """For each entry, whether the kept entries of its group are all the same number; [B] bool."""
-    index = _dense_ids(group)
-    high = jax.ops.segment_max(jnp.where(keep != 0, x, -jnp.inf), index, num_segments=x.size)
-    low = jax.ops.segment_min(jnp.where(keep != 0, x, jnp.inf), index, num_segments=x.size)
+    """Whether the kept entries of each row's group are one and the same number; -> [B] bool."""
+    chex.assert_equal_shape([x, keep])
+    index = _group_index(group)
+    high = jnp.max(_rows(jnp.where(keep != 0, x, -jnp.inf)), axis=-1)
+    low = jnp.min(_rows(jnp.where(keep != 0, x, jnp.inf)), axis=-1)
+    high = jax.ops.segment_max(high, index, num_segments=group.size)
+    low = jax.ops.segment_min(low, index, num_segments=group.size)
     return (high <= low)[index]
 
 
 def segment_ids(segment: Array) -> Array:
     """Per-row segment ids [B,T] as ids unique over the whole batch, 0..B*T-1.
 
-    Only equality within a row matters: each token gets the flat position of the first token of its
-    segment in sorted order, by one sort per row.
+    Only equality within a row matters; the ids may have any value and order.
     """
     chex.assert_rank(segment, 2)
     rows, width = segment.shape
     order = jnp.argsort(segment, axis=-1, stable=True)
     ordered = jnp.take_along_axis(segment, order, axis=-1)
-    starts = jnp.concatenate(
-        [jnp.zeros((rows, 1), jnp.int32), (ordered[:, 1:] != ordered[:, :-1]).astype(jnp.int32)], 1
-    )
-    ranks = jnp.cumsum(starts, axis=-1)
+    starts = jnp.diff(ordered, axis=-1, prepend=ordered[:, :1]) != 0
+    ranks = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
     row_index = jnp.arange(rows)[:, None]
     return jnp.zeros((rows, width), jnp.int32).at[row_index, order].set(ranks + row_index * width)
 
@@ -110,7 +131,8 @@ def segment_sum(x: Array, mask: Array, segment: Array) -> Array:
     """For each token, the sum over masked tokens of its row's segment: [B,T] -> [B,T]."""
     chex.assert_equal_shape([x, mask, segment])
     index = segment_ids(segment)
-    return jax.ops.segment_sum(select(mask, x).ravel(), index.ravel(), num_segments=x.size)[index]
+    sums = jax.ops.segment_sum(select(mask, x).ravel(), index.ravel(), num_segments=x.size)
+    return sums[index]
 
 
 def segment_mean(x: Array, mask: Array, segment: Array) -> Array:

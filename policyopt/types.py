@@ -25,7 +25,7 @@ class MissingInput(ValueError):
     def __init__(self, field: str, part: str, have: tuple[str, ...]):
         self.field, self.part = field, part
         super().__init__(
-            f'{part} needs `{field}`, which is None in this batch. Present: {", ".join(have)}.'
+            f'{part} needs `{field}`, which is None or absent here. Present: {", ".join(have)}.'
         )
 
 
@@ -33,8 +33,8 @@ def require(inputs: Any, field: str, part: str) -> Any:
     """Return `inputs.field`; raises MissingInput, naming the part, where it is None or absent."""
     value = getattr(inputs, field, None)
     if value is None:
-        names = getattr(inputs, '__dataclass_fields__', None) or vars(inputs)
-        have = tuple(name for name in names if getattr(inputs, name, None) is not None)
+        named = getattr(inputs, '__dataclass_fields__', None) or getattr(inputs, '_fields', None)
+        have = tuple(n for n in (named or vars(inputs)) if getattr(inputs, n, None) is not None)
         raise MissingInput(field, part, have)
     return value
 

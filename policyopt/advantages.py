@@ -1,0 +1,349 @@
+"""Advantage estimators: factories of Rollout -> Estimates(advantages [B,T], returns [B,T] | None).
+
+They read `mask`, `rewards` [B], `group` [B] and, with a critic, `values` [B,T]. Group ids may have
+any value and order, groups any size. A row whose reward is NaN (or infinite) is missing: it leaves
+every statistic and gets advantage 0. Where all rewards of a group are equal, or it has one row, the
+advantage is exactly 0. Off-mask advantages are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from policyopt import checks, masked
+from policyopt.types import Array, Estimates, TokenBatch, require
+
+Estimator = Callable[[Any], Estimates]
+EPSILON = 1e-6
+
+
+def _rewards(rollout: Any, part: str) -> tuple[Array, Array]:
+    """Rewards with 0 for the missing, and which are present; [B]."""
+    rewards = jnp.asarray(require(rollout, 'rewards', part))
+    chex.assert_shape(rewards, rollout.mask.shape[:1])
+    rewards = rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32))
+    present = jnp.isfinite(rewards)
+    return masked.select(present, rewards), present
+
+
+def _group(rollout: Any, part: str) -> Array:
+    group = jnp.asarray(require(rollout, 'group', part))
+    chex.assert_shape(group, rollout.mask.shape[:1])
+    return group
+
+
+def _spread(rows: Array, present: Array, mask: Array) -> Estimates:
+    rows = masked.select(present, rows)
+    return Estimates(masked.select(mask, jnp.broadcast_to(rows[:, None], mask.shape)))
+
+
+def _centred(x: Array, present: Array, group: Array) -> Array:
+    """x minus the mean of its group, exactly 0 where the group is all equal; [B]."""
+    centred = x - masked.group_mean(x, present, group)
+    return jnp.where(masked.group_all_equal(x, present, group), 0, centred)
+
+
+def _zscore(x: Array, present: Array, group: Array, ddof: int) -> Array:
+    return _centred(x, present, group) / (masked.group_std(x, present, group, ddof) + EPSILON)
+
+
+def _check_ddof(ddof: int) -> None:
+    if ddof not in (0, 1):
+        raise ValueError(f'ddof must be 0 (population) or 1 (sample), got {ddof!r}')
+
+
+@checks.factory('advantages')
+def group_zscore(ddof: int = 1) -> Estimator:
+    """(r - mean) / (std + 1e-6) over the rows of one prompt (GRPO 2402.03300).
+
+    Args:
+      ddof: 1 for the sample standard deviation, 0 for the population's.
+    """
+    _check_ddof(ddof)
+
+    def estimate(rollout: Any) -> Estimates:
+        rewards, present = _rewards(rollout, 'group_zscore')
+        group = _group(rollout, 'group_zscore')
+        return _spread(_zscore(rewards, present, group, ddof), present, rollout.mask)
+
+    return estimate
+
+
+@checks.factory('advantages')
+def group_mean_baseline() -> Estimator:
+    """r - mean over the rows of one prompt, the row itself included (Dr.GRPO 2503.20783)."""
+
+    def estimate(rollout: Any) -> Estimates:
+        rewards, present = _rewards(rollout, 'group_mean_baseline')
+        group = _group(rollout, 'group_mean_baseline')
+        return _spread(_centred(rewards, present, group), present, rollout.mask)
+
+    return estimate
+
+
+@checks.factory('advantages')
+def rloo() -> Estimator:
+    """r_i - mean_{j != i} r_j over the rows of one prompt: n/(n-1) (r - mean) (2402.14740)."""
+
+    def estimate(rollout: Any) -> Estimates:
+        rewards, present = _rewards(rollout, 'rloo')
+        group = _group(rollout, 'rloo')
+        n = masked.group_sum(jnp.ones_like(rewards), present, group)
+        scale = masked.safe_divide(n, n - 1)
+        return _spread(_centred(rewards, present, group) * scale, present, rollout.mask)
+
+    return estimate
+
+
+@checks.factory('advantages')
+def batch_mean_baseline() -> Estimator:
+    """r - mean over all rows (REINFORCE with a constant baseline, Williams 1992)."""
+
+    def estimate(rollout: Any) -> Estimates:
+        rewards, present = _rewards(rollout, 'batch_mean_baseline')
+        everyone = jnp.zeros(rewards.shape, jnp.int32)
+        return _spread(_centred(rewards, present, everyone), present, rollout.mask)
+
+    return estimate
+
+
+@checks.factory('advantages')
+def global_zscore(ddof: int = 1) -> Estimator:
+    """(r - mean) / (std + 1e-6) over all rows of the batch (REINFORCE++ 2501.03262).
+
+    Args:
+      ddof: as in `group_zscore`.
+    """
+    _check_ddof(ddof)
+
+    def estimate(rollout: Any) -> Estimates:
+        rewards, present = _rewards(rollout, 'global_zscore')
+        everyone = jnp.zeros(rewards.shape, jnp.int32)
+        return _spread(_zscore(rewards, present, everyone, ddof), present, rollout.mask)
+
+    return estimate
+
+
+@checks.factory('advantages')
+def minibatch_normalised(ddof: int = 1) -> Estimator:
+    """r - mean of the group, then z-scored over all rows given (Magistral 2506.10910).
+
+    The paper's z-score belongs to the optimizer minibatch: for several minibatches per rollout use
+    `group_mean_baseline` with `normalise_minibatch` as the algorithm's `prepare`.
+
+    Args:
+      ddof: as in `group_zscore`.
+    """
+    _check_ddof(ddof)
+    baseline, prepare = group_mean_baseline(), normalise_minibatch(ddof)
+
+    def estimate(rollout: Any) -> Estimates:
+        advantages = baseline(rollout).advantages
+        batch = TokenBatch(
+            tokens=None,  # pyright: ignore[reportArgumentType]
+            logp_old=None,  # pyright: ignore[reportArgumentType]
+            mask=rollout.mask,
+            rewards=rollout.rewards,
+            advantages=advantages,
+        )
+        return Estimates(prepare(batch).advantages)
+
+    return estimate
+
+
+@checks.factory('prepare')
+def normalise_minibatch(ddof: int = 1) -> Callable[[TokenBatch], TokenBatch]:
+    """`prepare` step: advantages z-scored over the rows of the minibatch (Magistral 2506.10910).
+
+    The statistics are over rows, each counted once with the mean of its tokens' advantages; rows
+    with no token or no reward count in none and get 0.
+
+    Args:
+      ddof: as in `group_zscore`.
+    """
+    _check_ddof(ddof)
+
+    def prepare(batch: TokenBatch) -> TokenBatch:
+        rows = masked.row_mean(batch.advantages, batch.mask)
+        present = masked.count(batch.mask) > 0
+        if batch.rewards is not None:
+            present &= jnp.isfinite(batch.rewards)
+        everyone = jnp.zeros(rows.shape, jnp.int32)
+        mean = masked.group_mean(rows, present, everyone)
+        std = masked.group_std(rows, present, everyone, ddof)
+        keep = (batch.mask != 0) & (present & (std > 0))[:, None]
+        scaled = (batch.advantages - mean[:, None]) / (std + EPSILON)[:, None]
+        return batch.replace(advantages=masked.select(keep, scaled))  # pyright: ignore
+
+    return prepare
+
+
+def generalised_advantages(
+    token_rewards: Array, values: Array, mask: Array, gamma: float, lam: float | Array
+) -> Array:
+    """GAE (1506.02438) over the policy's tokens alone; all arrays [B,T] -> [B,T].
+
+    A_t = d_t + gamma lam A_{t+}, d_t = r_t + gamma V_{t+} - V_t, where t+ is the row's next masked
+    token: tokens off the mask (tool output) neither decay nor hold value. After the last, V = 0.
+
+    Args:
+      token_rewards: reward received with the token.
+      values: value of the state before the token.
+      mask: nonzero on policy tokens.
+      gamma: discount per policy token.
+      lam: scalar, or [B] for one a row.
+    """
+    chex.assert_equal_shape([token_rewards, values, mask])
+    keep = mask != 0
+    rewards, values = masked.select(keep, token_rewards), masked.select(keep, values)
+    lam = jnp.broadcast_to(jnp.asarray(lam, values.dtype), values.shape[:1])
+
+    def back(carry: tuple[Array, Array], token: tuple[Array, Array, Array]) -> tuple[Any, Array]:
+        advantage, next_value = carry
+        reward, value, on = token
+        delta = reward + gamma * next_value - value
+        advantage = jnp.where(on, delta + gamma * lam * advantage, advantage)
+        return (advantage, jnp.where(on, value, next_value)), jnp.where(on, advantage, 0)
+
+    start = (jnp.zeros_like(values[:, 0]), jnp.zeros_like(values[:, 0]))
+    _, advantages = jax.lax.scan(back, start, (rewards.T, values.T, keep.T), reverse=True)
+    return advantages.T
+
+
+def _last_token(mask: Array) -> Array:
+    """True at the last policy token of each row; [B,T]."""
+    keep = mask != 0
+    after = jnp.cumsum(keep[:, ::-1], axis=-1)[:, ::-1]
+    return keep & (after == 1)
+
+
+def _critic_estimates(
+    rollout: Any, part: str, gamma: float, lam: float | Array, critic_lam: float | Array
+) -> Estimates:
+    rewards, present = _rewards(rollout, part)
+    values = masked.select(rollout.mask, jnp.asarray(require(rollout, 'values', part)))
+    chex.assert_shape(values, rollout.mask.shape)
+    token_rewards = jnp.where(_last_token(rollout.mask), rewards[:, None].astype(values.dtype), 0)
+    actor = generalised_advantages(token_rewards, values, rollout.mask, gamma, lam)
+    critic = generalised_advantages(token_rewards, values, rollout.mask, gamma, critic_lam)
+    # A row without a reward teaches nobody: advantage 0, and a target equal to its value.
+    return Estimates(
+        masked.select(present[:, None], actor), masked.select(present[:, None], critic) + values
+    )
+
+
+@checks.factory('advantages')
+def gae(gamma: float = 1.0, lam: float = 0.95, critic_lam: float | None = None) -> Estimator:
+    """Generalised advantage estimation; the reward lands on the row's last policy token.
+
+    Decoupled GAE (VC-PPO 2503.01491): `critic_lam` differs from `lam`. returns = A(critic_lam) + V.
+
+    Args:
+      gamma: discount per policy token.
+      lam: the actor's lambda.
+      critic_lam: the critic's, 1 for Monte-Carlo targets; the same as lam where None.
+    """
+    checks.number('gamma', gamma, 0, 1)
+    checks.number('lam', lam, 0, 1)
+    critic_lam = lam if critic_lam is None else checks.number('critic_lam', critic_lam, 0, 1)
+    return lambda rollout: _critic_estimates(rollout, 'gae', gamma, lam, critic_lam)
+
+
+@checks.factory('advantages')
+def length_adaptive_gae(
+    alpha: float = 0.05, critic_lam: float = 1.0, gamma: float = 1.0
+) -> Estimator:
+    """GAE with lambda = 1 - 1/(alpha n) for a row of n policy tokens (VAPO 2504.05118).
+
+    The lambda is clipped to [0, 1]: at alpha .05 it is 0 up to 20 tokens, .8 at 100.
+
+    Args:
+      alpha: above 0.
+      critic_lam: the critic's lambda, 1 for Monte-Carlo targets.
+      gamma: discount per policy token.
+    """
+    checks.number('alpha', alpha, 1e-9)
+    checks.number('critic_lam', critic_lam, 0, 1)
+    checks.number('gamma', gamma, 0, 1)
+
+    def estimate(rollout: Any) -> Estimates:
+        n = jnp.maximum(masked.count(rollout.mask), 1)
+        lam = jnp.clip(1 - 1 / (alpha * n), 0, 1)
+        return _critic_estimates(rollout, 'length_adaptive_gae', gamma, lam, critic_lam)
+
+    return estimate
+
+
+def _segment_zscores(rollout: Any, part: str, ddof: int) -> tuple[Array, Array]:
+    """Segment rewards z-scored over all of the group's, and where they stand; [B,T]."""
+    rewards = jnp.asarray(require(rollout, 'segment_rewards', part))
+    chex.assert_equal_shape([rewards, rollout.mask])
+    ends = (rollout.mask != 0) & jnp.isfinite(rewards)
+    rewards, group = masked.select(ends, rewards), _group(rollout, part)
+    mean = masked.group_mean(rewards, ends, group)[:, None]
+    std = masked.group_std(rewards, ends, group, ddof)[:, None]
+    scores = jnp.where(std > 0, (rewards - mean) / (std + EPSILON), 0)
+    return masked.select(ends, scores), ends
+
+
+@checks.factory('advantages')
+def process_rewards(mean: bool = False, discount: float = 1.0, ddof: int = 1) -> Estimator:
+    """A_t = sum over steps j ending at or after t of discount^(j - step of t) r~_j (2402.03300).
+
+    r~ is `segment_rewards` (given at each step's last policy token, NaN elsewhere) z-scored over
+    all step rewards of the group.
+
+    Args:
+      mean: divide by the discounted number of those steps instead of summing.
+      discount: per step, 1 for the paper's sum.
+      ddof: as in `group_zscore`.
+    """
+    checks.number('discount', discount, 0, 1)
+    _check_ddof(ddof)
+
+    def estimate(rollout: Any) -> Estimates:
+        scores, ends = _segment_zscores(rollout, 'process_rewards', ddof)
+
+        def back(carry: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
+            score, end = token
+            carry = jnp.where(end, score + discount * carry, carry)
+            return carry, carry
+
+        def to_go(x: Array) -> Array:
+            return jax.lax.scan(back, jnp.zeros_like(x[:, 0]), (x.T, ends.T), reverse=True)[1].T
+
+        total = to_go(scores)
+        if mean:
+            total = masked.safe_divide(total, to_go(jnp.ones_like(scores)))
+        return Estimates(masked.select(rollout.mask, total))
+
+    return estimate
+
+
+@checks.factory('advantages')
+def turn_rewards(coefficient: float = 1.0, ddof: int = 1) -> Estimator:
+    """A = A_outcome + coefficient * A_turn, one value per turn.
+
+    A_outcome is the group z-score of `rewards`; A_turn that of the turn's entry in
+    `segment_rewards` among all turn rewards of the group, 0 for a turn without one.
+
+    Args:
+      coefficient: weight of the turn's own advantage. Unpublished: 1 is a choice.
+      ddof: as in `group_zscore`.
+    """
+    checks.number('coefficient', coefficient, 0)
+    outcome = group_zscore(ddof)
+
+    def estimate(rollout: Any) -> Estimates:
+        scores, ends = _segment_zscores(rollout, 'turn_rewards', ddof)
+        segment = jnp.asarray(require(rollout, 'segment', 'turn_rewards'))
+        turn = masked.segment_sum(scores, ends, segment)
+        total = outcome(rollout).advantages + coefficient * turn
+        return Estimates(masked.select(rollout.mask, total))
+
+    return estimate

@@ -1,0 +1,494 @@
+"""Every named algorithm, as a composition of parts.
+
+Notation: l = logp_new - logp_old, w = exp(l), s = exp(mean_t l), A the advantage, clip(u, A) =
+min(u A, clip(u, 1-low, 1+high) A). J is maximised. A default marked "a choice" is in no paper. All
+take `gates`, so that an importance correction goes with any of them:
+
+    gspo(gates=[losses.truncated_importance(2.0)])
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from policyopt import checks, shaping
+from policyopt.advantages import (
+    Estimator,
+    batch_mean_baseline,
+    gae,
+    global_zscore,
+    group_mean_baseline,
+    group_zscore,
+    length_adaptive_gae,
+    normalise_minibatch,
+    process_rewards,
+    turn_rewards,
+)
+from policyopt.advantages import (
+    rloo as leave_one_out,
+)
+from policyopt.losses.aggregates import constant_length, sequence_mean, sequence_sum, token_mean
+from policyopt.losses.compose import adaptive, add, policy_loss, positive_nll, scale, value_loss
+from policyopt.losses.controllers import doubling_kl
+from policyopt.losses.gates import off_policy_sequence, truncated_importance
+from policyopt.losses.penalties import entropy, kl_to_old, kl_to_reference
+from policyopt.losses.ratios import (
+    clipped_sequence_ratio,
+    segment_ratio,
+    sequence_ratio,
+    sequence_token_ratio,
+    token_ratio,
+)
+from policyopt.losses.surrogates import (
+    clipped,
+    masked_weight,
+    soft_gated,
+    truncated_weight,
+    unclipped,
+)
+from policyopt.losses.surrogates import (
+    reinforce as score_function,
+)
+from policyopt.trust_region import natural_gradient
+from policyopt.types import Algorithm
+
+Gates = Sequence[Any]
+
+
+@checks.factory('algorithm')
+def reinforce(gates: Gates = ()) -> Algorithm:
+    """J = E_t l (R - b), b the batch mean; one update per rollout (Williams 1992).
+
+    Token mean; the textbook's sum over tokens differs by the mean length.
+    """
+    return Algorithm(
+        advantages=batch_mean_baseline(),
+        loss=policy_loss(
+            ratio=token_ratio(), surrogate=score_function(), aggregate=token_mean(), gates=gates
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def rloo(gates: Gates = ()) -> Algorithm:
+    """J = 1/G sum_i sum_t l A, A = r_i - mean of the prompt's other rows (2402.14740)."""
+    return Algorithm(
+        advantages=leave_one_out(),
+        loss=policy_loss(
+            ratio=token_ratio(), surrogate=score_function(), aggregate=sequence_sum(), gates=gates
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def reinforce_pp(eps: float = 0.2, beta: float = 1e-3, gates: Gates = ()) -> Algorithm:
+    """REINFORCE++: PPO clip, A z-scored over the whole batch, k1 KL in the reward (2501.03262)."""
+    return Algorithm(
+        advantages=global_zscore(),
+        shape=shaping.kl_in_reward(beta),
+        loss=policy_loss(
+            ratio=token_ratio(), surrogate=clipped(eps), aggregate=token_mean(), gates=gates
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def trpo(delta: float = 0.01, advantages: Estimator | None = None, gates: Gates = ()) -> Algorithm:
+    """max E[w A] subject to mean KL(old || new) <= delta, by natural gradient (1502.05477).
+
+    delta as published. `advantages` defaults to `group_mean_baseline()`, a choice; `gae(...)` uses
+    a critic.
+    """
+    return Algorithm(
+        advantages=advantages or group_mean_baseline(),
+        loss=policy_loss(
+            ratio=token_ratio(), surrogate=unclipped(), aggregate=token_mean(), gates=gates
+        ),
+        update=natural_gradient(delta),
+    )
+
+
+@checks.factory('algorithm')
+def ppo_clip(
+    eps: float = 0.2,
+    lam: float = 0.95,
+    gamma: float = 1.0,
+    value_coefficient: float = 1.0,
+    value_clip: float | None = None,
+    entropy_coefficient: float = 0.0,
+    gates: Gates = (),
+) -> Algorithm:
+    """J = E_t clip(w, A) - c1 1/2 (V - R)^2 + c2 S, A by GAE (1707.06347).
+
+    eps and lambda as published; gamma 1 and the coefficients are choices for language models.
+    """
+    return Algorithm(
+        advantages=gae(gamma, lam),
+        loss=add(
+            policy_loss(
+                ratio=token_ratio(),
+                surrogate=clipped(eps),
+                penalties=[entropy(entropy_coefficient)] if entropy_coefficient else (),
+                aggregate=token_mean(),
+                gates=gates,
+            ),
+            scale(value_coefficient, value_loss(aggregate=token_mean(), clip=value_clip)),
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def ppo_penalty(
+    beta: float = 1.0,
+    target: float = 0.01,
+    lam: float = 0.95,
+    gamma: float = 1.0,
+    value_coefficient: float = 1.0,
+    gates: Gates = (),
+) -> Algorithm:
+    """J = E_t w A - beta (w - 1 - l); beta halves below target/1.5, doubles above 1.5 target.
+
+    PPO's penalty form (1707.06347), KL(old || new) by the sample estimate. beta's start, target
+    and gamma are choices.
+    """
+    return Algorithm(
+        advantages=gae(gamma, lam),
+        controllers={'beta': doubling_kl(beta, target)},
+        loss=add(
+            policy_loss(
+                ratio=token_ratio(),
+                surrogate=unclipped(),
+                penalties=[adaptive(kl_to_old, beta='beta')],
+                aggregate=token_mean(),
+                gates=gates,
+            ),
+            scale(value_coefficient, value_loss(aggregate=token_mean())),
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def grpo(eps: float = 0.2, beta: float = 0.04, gates: Gates = ()) -> Algorithm:
+    """J = 1/G sum_i 1/n_i sum_t clip(w, A) - beta k3, A the group z-score (2402.03300).
+
+    beta 0 leaves the reference policy out; eps is PPO's, the paper gives none.
+    """
+    return Algorithm(
+        advantages=group_zscore(),
+        loss=policy_loss(
+            ratio=token_ratio(),
+            surrogate=clipped(eps),
+            penalties=[kl_to_reference(beta)] if beta else (),
+            aggregate=sequence_mean(),
+            gates=gates,
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def dr_grpo(length: int, eps: float = 0.2, gates: Gates = ()) -> Algorithm:
+    """J = 1/(G length) sum_i sum_t clip(w, A), A = r - mean of the group (2503.20783).
+
+    `length` is the generation budget in tokens, a constant: no division by row length or std.
+    """
+    return Algorithm(
+        advantages=group_mean_baseline(),
+        loss=policy_loss(
+            ratio=token_ratio(),
+            surrogate=clipped(eps),
+            aggregate=constant_length(length),
+            gates=gates,
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def dapo(
+    low: float = 0.2,
+    high: float = 0.28,
+    max_length: int = 20480,
+    cache: int = 4096,
+    filter_overlong: bool = False,
+    gates: Gates = (),
+) -> Algorithm:
+    """J = 1/sum n_i sum_i sum_t clip(w, A); clip-higher, dynamic sampling, soft overlong.
+
+    All values as published (2503.14476); rewards +1/-1; prompts that are all right or all wrong
+    are dropped and refilled; masking truncated rows is optional in the paper.
+    """
+    overlong = shaping.soft_overlong(max_length, cache)
+    return Algorithm(
+        advantages=group_zscore(),
+        shape=shaping.chain(overlong, shaping.overlong_filter()) if filter_overlong else overlong,
+        keep=shaping.mixed_outcomes(),
+        loss=policy_loss(
+            ratio=token_ratio(), surrogate=clipped(low, high), aggregate=token_mean(), gates=gates
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def gspo(low: float = 3e-4, high: float = 4e-4, gates: Gates = ()) -> Algorithm:
+    """J = 1/G sum_i clip(s_i, A_i), one ratio per row (2507.18071).
+
+    Published values, for long answers; answers of a few tokens need about .01 (calibrate).
+    """
+    return Algorithm(
+        advantages=group_zscore(),
+        loss=policy_loss(
+            ratio=sequence_ratio(),
+            surrogate=clipped(low, high),
+            aggregate=sequence_mean(),
+            gates=gates,
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def gspo_token(
+    low: float = 3e-4,
+    high: float = 4e-4,
+    advantages: Estimator | None = None,
+    gates: Gates = (),
+) -> Algorithm:
+    """J = 1/G sum_i 1/n_i sum_t clip(s_it, A_it), s_it = sg[s_i] pi_new/sg[pi_new] (2507.18071).
+
+    Equals GSPO where the advantage is constant over a row, as with the default `group_zscore()`.
+    """
+    return Algorithm(
+        advantages=advantages or group_zscore(),
+        loss=policy_loss(
+            ratio=sequence_token_ratio(),
+            surrogate=clipped(low, high),
+            aggregate=sequence_mean(),
+            gates=gates,
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def gspo_turn(
+    low: float = 3e-4, high: float = 4e-4, coefficient: float = 1.0, gates: Gates = ()
+) -> Algorithm:
+    """GSPO with one ratio per turn: J = 1/G sum_i 1/n_i sum_k n_k clip(s_ik, A_ik).
+
+    A_ik = outcome + coefficient * turn, each z-scored in the group. Unpublished composition; eps
+    is GSPO's, coefficient a choice.
+    """
+    return Algorithm(
+        advantages=turn_rewards(coefficient),
+        loss=policy_loss(
+            ratio=segment_ratio(),
+            surrogate=clipped(low, high),
+            aggregate=sequence_mean(),
+            gates=gates,
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def gspo_step(
+    low: float = 3e-4,
+    high: float = 4e-4,
+    mean: bool = False,
+    discount: float = 1.0,
+    gates: Gates = (),
+) -> Algorithm:
+    """GSPO with one ratio per reasoning step and process rewards to go as its advantage.
+
+    Unpublished composition; eps is GSPO's, the advantage that of GRPO's process supervision.
+    """
+    return Algorithm(
+        advantages=process_rewards(mean, discount),
+        loss=policy_loss(
+            ratio=segment_ratio(),
+            surrogate=clipped(low, high),
+            aggregate=sequence_mean(),
+            gates=gates,
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def magistral(low: float = 0.2, high: float = 0.28, gates: Gates = ()) -> Algorithm:
+    """DAPO's loss; A = r - mean of the group, z-scored over the minibatch's rows (2506.10910).
+
+    Prompts with equal rewards are dropped. high .26-.28 as published; low .2 is a choice.
+    """
+    return Algorithm(
+        advantages=group_mean_baseline(),
+        keep=shaping.diverse_rewards(),
+        prepare=normalise_minibatch(),
+        loss=policy_loss(
+            ratio=token_ratio(), surrogate=clipped(low, high), aggregate=token_mean(), gates=gates
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05, gates: Gates = ()) -> Algorithm:
+    """J = 1/G sum_i 1/n_i sum_t 4/tau sigmoid(tau (w-1)) A, a soft gate (2511.20347)."""
+    return Algorithm(
+        advantages=group_zscore(),
+        loss=policy_loss(
+            ratio=token_ratio(),
+            surrogate=soft_gated(tau_positive, tau_negative),
+            aggregate=sequence_mean(),
+            gates=gates,
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def vc_ppo(
+    eps: float = 0.2,
+    lam: float = 0.95,
+    critic_lam: float = 1.0,
+    value_coefficient: float = 1.0,
+    gates: Gates = (),
+) -> Algorithm:
+    """PPO-clip with decoupled GAE; the critic is pretrained with the policy fixed (2503.01491).
+
+    lambdas and gamma 1 as published; the pretraining belongs to the training loop.
+    """
+    return Algorithm(
+        advantages=gae(1.0, lam, critic_lam),
+        loss=add(
+            policy_loss(
+                ratio=token_ratio(), surrogate=clipped(eps), aggregate=token_mean(), gates=gates
+            ),
+            scale(value_coefficient, value_loss(aggregate=token_mean())),
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def vapo(
+    low: float = 0.2,
+    high: float = 0.28,
+    alpha: float = 0.05,
+    nll: float = 0.1,
+    value_coefficient: float = 1.0,
+    gates: Gates = (),
+) -> Algorithm:
+    """Token-mean clip-higher PPO, lambda = 1 - 1/(alpha n), NLL on correct rows (2504.05118)."""
+    return Algorithm(
+        advantages=length_adaptive_gae(alpha, critic_lam=1.0),
+        loss=add(
+            policy_loss(
+                ratio=token_ratio(),
+                surrogate=clipped(low, high),
+                aggregate=token_mean(),
+                gates=gates,
+            ),
+            scale(value_coefficient, value_loss(aggregate=token_mean())),
+            scale(nll, positive_nll(aggregate=token_mean())),
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def deepseek_v32(
+    eps: float = 0.2, beta: float = 1e-3, delta: float = 0.5, gates: Gates = ()
+) -> Algorithm:
+    """J = 1/G sum_i 1/n_i sum_t clip(w, A) M_i - beta w k3, A = r - mean (2512.02556).
+
+    M_i drops rows with A < 0 whose drift from the sampler exceeds delta; w k3 is the unbiased KL.
+    eps, beta and delta are unpublished: choices.
+    """
+    return Algorithm(
+        advantages=group_mean_baseline(),
+        loss=policy_loss(
+            ratio=token_ratio(),
+            surrogate=clipped(eps),
+            gates=[off_policy_sequence(delta), *gates],
+            penalties=[kl_to_reference(beta, unbiased=True)],
+            aggregate=sequence_mean(),
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def cispo(cap: float = 5.0, gates: Gates = ()) -> Algorithm:
+    """J = 1/sum n_i sum_i sum_t sg[min(w, cap)] A l: every token keeps its gradient (2506.13585).
+
+    The paper publishes no cap; 5 is commonly used.
+    """
+    return Algorithm(
+        advantages=group_zscore(),
+        loss=policy_loss(
+            ratio=token_ratio(),
+            surrogate=truncated_weight(cap),
+            aggregate=token_mean(),
+            gates=gates,
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def minirl(low: float = 0.2, high: float = 0.27, gates: Gates = ()) -> Algorithm:
+    """J = 1/G sum_i sum_t M sg[pi_new/pi_behavior] A l, A = r - mean (2512.01374).
+
+    M stops what PPO's clip on pi_new/pi_old would stop; no length normalisation.
+    """
+    return Algorithm(
+        advantages=group_mean_baseline(),
+        loss=policy_loss(
+            ratio=token_ratio(),
+            surrogate=masked_weight(low, high),
+            gates=[truncated_importance(float('inf')), *gates],
+            aggregate=sequence_sum(),
+        ),
+    )
+
+
+@checks.factory('algorithm')
+def gmpo(clip: float = 0.4, gates: Gates = ()) -> Algorithm:
+    """J = 1/G sum_i A exp(mean_t l'), l' = l cut at +clip (A > 0) or -clip (A < 0) (2507.20673)."""
+    return Algorithm(
+        advantages=group_zscore(),
+        loss=policy_loss(
+            ratio=clipped_sequence_ratio(clip),
+            surrogate=unclipped(),
+            aggregate=sequence_mean(),
+            gates=gates,
+        ),
+    )
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all algorithms here, sorted."""
+    return tuple(sorted(k for k, v in globals().items() if getattr(v, 'slot', None) == 'algorithm'))
+
+
+def resolve(path: str, **kwargs: Any) -> Algorithm:
+    """Import the algorithm factory at a dotted path and call it.
+
+    Args:
+      path: `policyopt.algorithms.gspo`, its last part alone, or any importable factory.
+      **kwargs: the factory's arguments.
+
+    Raises:
+      ValueError: no such module or name, with the nearest spelling.
+      TypeError: an argument the factory does not have, with the nearest spelling.
+    """
+    module_name, _, name = path.rpartition('.')
+    try:
+        module = importlib.import_module(module_name or __name__)
+    except ModuleNotFoundError as error:
+        raise ValueError(f'algorithm {path!r}: {error}.{checks.nearest(path, names())}') from None
+    make = vars(module).get(name)
+    if not callable(make):
+        known = [k for k, v in vars(module).items() if getattr(v, 'slot', None) == 'algorithm']
+        raise ValueError(f'unknown algorithm {path!r}.{checks.nearest(name, known)}')
+    checks.check_arguments(make, (), kwargs)
+    algorithm = make(**kwargs)
+    if not isinstance(algorithm, Algorithm):
+        raise ValueError(f'{path} made a {type(algorithm).__name__}, not an Algorithm')
+    return algorithm
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f'no algorithm named `{name}`.{checks.nearest(name, names())}')

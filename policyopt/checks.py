@@ -1,0 +1,74 @@
+"""Errors at the start: misspelt names and numbers out of range, with what is legal and near."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+P = ParamSpec('P')
+R = TypeVar('R')
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Sentence naming the closest known spelling and all legal ones, for the end of an error."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f' Did you mean `{close[0]}`?' if close else ''
+    return f'{hint} Known: {", ".join(known) or "none"}.'
+
+
+def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:
+    """Return value; raises where it is no number in [low, high]. Traced values pass unchecked."""
+    if isinstance(value, jax.Array):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f'{name} must be a number, got {value!r}')
+    if not low <= value <= high:
+        raise ValueError(f'{name} must lie in [{low:g}, {high:g}], got {value!r}')
+    return value
+
+
+def check_arguments(make: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise TypeError, with the nearest spelling, where make(*args, **kwargs) can't be called."""
+    parameters = inspect.signature(make).parameters
+    for name in kwargs:
+        if name not in parameters:
+            raise TypeError(
+                f'{make.__name__}() has no argument `{name}`.{nearest(name, parameters)}'
+            )
+    try:
+        inspect.signature(make).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f'{make.__name__}(): {error}. Arguments: {", ".join(parameters)}.'
+        ) from None
+
+
+def factory(slot: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function that makes a part of the named slot.
+
+    A misspelt argument raises with the nearest spelling; the part made remembers its slot, which
+    `policy_loss` checks, and prints as the call that made it.
+    """
+
+    def decorate(make: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(make)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            check_arguments(make, args, kwargs)
+            part = make(*args, **kwargs)
+            if inspect.isfunction(part):
+                shown = [repr(a) for a in args] + [f'{k}={v!r}' for k, v in kwargs.items()]
+                part.__qualname__ = part.__name__ = f'{make.__name__}({", ".join(shown)})'
+                part.slot = slot  # pyright: ignore[reportFunctionMemberAccess]
+            return part
+
+        checked.slot = slot  # pyright: ignore[reportAttributeAccessIssue]
+        return checked
+
+    return decorate

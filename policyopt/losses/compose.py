@@ -1,0 +1,339 @@
+"""Put loss parts together: policy_loss, value_loss, positive_nll, add, scale, adaptive.
+
+A LossTransform is two pure functions. `weigh(batch)` fixes every token's weight on the whole
+minibatch; `apply(inputs, weights)` returns sum(weights * token_loss) and metrics. Anyone may write
+one by hand; these cover the published methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from policyopt import checks, masked
+from policyopt.types import (
+    Array,
+    LossInputs,
+    LossOutput,
+    LossTransform,
+    Mean,
+    MissingInput,
+    require,
+)
+
+_OPTIONAL = ('logp_behavior', 'logp_ref', 'entropy', 'values', 'values_old', 'returns')
+_FLOATS = ('logp_new', 'logp_old', 'advantages', *_OPTIONAL)
+EXTREME = 20.0  # nats; beyond it a ratio says only that the batch is stale
+
+
+class Adaptive(NamedTuple):
+    """A part whose coefficients are the current values of named controllers."""
+
+    make: Callable[..., Any]
+    names: Mapping[str, str]
+    slot: str
+
+
+def adaptive(make: Callable[..., Any], **names: str) -> Any:
+    """Return make(**coefficients) for any slot, with coefficients read at each step.
+
+    Example: `adaptive(clipped, low='clip_low', high='clip_high')` in an algorithm whose
+    `controllers` define `clip_low` and `clip_high`. Fix other arguments with functools.partial.
+
+    Args:
+      make: factory of a loss part.
+      **names: argument of `make` -> name of the controller.
+    """
+    inner = make.func if isinstance(make, functools.partial) else make
+    parameters = inspect.signature(inner).parameters
+    for argument in names:
+        if argument not in parameters:
+            raise TypeError(
+                f'{inner.__name__}() has no argument `{argument}`.'
+                f'{checks.nearest(argument, parameters)}'
+            )
+    return Adaptive(make, names, getattr(inner, 'slot', ''))
+
+
+def _bind(part: Any, coefficients: Mapping[str, Array]) -> Any:
+    if not isinstance(part, Adaptive):
+        return part
+    for name in part.names.values():
+        if name not in coefficients:
+            raise KeyError(f'no controller named `{name}`.{checks.nearest(name, coefficients)}')
+    return part.make(**{arg: coefficients[name] for arg, name in part.names.items()})
+
+
+def _check_slot(slot: str, part: Any) -> None:
+    found = getattr(part, 'slot', slot)
+    if not (callable(part) or isinstance(part, Adaptive)) or found != slot:
+        shown = getattr(part, '__name__', repr(part))
+        kind = f'a {found}' if found != slot else 'not a function'
+        raise TypeError(f'{slot}={shown}: {kind}; a {slot} belongs here')
+    if inspect.isfunction(part) and hasattr(part, '__wrapped__'):
+        raise TypeError(f'{slot}={part.__name__}: call it, as in `{part.__name__}(...)`')
+
+
+def clean(inputs: LossInputs, fields: Sequence[str] = _FLOATS) -> LossInputs:
+    """Check shapes and dtypes, and put 0 wherever the mask is 0, so that nothing there can matter.
+
+    Raises:
+      ValueError: a field's shape is not that of logp_new, [B,T].
+      TypeError: a field is not floating, is below float32, or differs in dtype from logp_new.
+    """
+    shape = jnp.shape(inputs.logp_new)
+    if len(shape) != 2:
+        raise ValueError(f'logp_new must be [B,T], got shape {shape}')
+    mask = jnp.asarray(inputs.mask)
+    if mask.shape != shape:
+        raise ValueError(f'mask has shape {mask.shape}, logp_new {shape}')
+    changes: dict[str, Any] = {'mask': mask != 0}
+    dtype = jnp.asarray(inputs.logp_new).dtype
+    for field in fields:
+        if (value := getattr(inputs, field)) is None:
+            continue
+        value = jnp.asarray(value)
+        if value.shape != shape:
+            raise ValueError(f'{field} has shape {value.shape}, logp_new {shape}')
+        if not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits < 32:
+            raise TypeError(
+                f'{field} is {value.dtype}; legal: float32, float64 (bf16 rounds 1.0004 to 1)'
+            )
+        if value.dtype != dtype:
+            raise TypeError(f'{field} is {value.dtype}, logp_new {dtype}: all must be the same')
+        changes[field] = masked.select(mask, value)
+    if (segment := inputs.segment) is not None and jnp.shape(segment) != shape:
+        raise ValueError(f'segment has shape {jnp.shape(segment)}, logp_new {shape}')
+    return inputs.replace(**changes)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _check_weights(weights: Array, inputs: LossInputs) -> Array:
+    if jnp.shape(weights) != inputs.mask.shape:
+        raise ValueError(f'weights have shape {jnp.shape(weights)}, logp_new {inputs.mask.shape}')
+    return jnp.asarray(weights, inputs.logp_new.dtype)
+
+
+def _total(weights: Array, token_loss: Array, mask: Array) -> Array:
+    return jnp.sum(masked.select(mask, weights * token_loss))
+
+
+def policy_loss(
+    *,
+    ratio: Any,
+    surrogate: Any,
+    aggregate: Any,
+    gates: Sequence[Any] = (),
+    penalties: Sequence[Any] = (),
+    name: str = 'policy',
+) -> LossTransform:
+    """sum_t weight_t (sum penalties_t - sg[prod gates_t] surrogate(log_ratio_t, A_t)).
+
+    Metrics, each a Mean named `{name}/...`: over policy tokens `objective` (gated surrogate),
+    `penalty` (where there is one), `ratio`, `extreme` (share with |log_ratio| >= 20); over active
+    tokens, those with A != 0, `frozen` (share where the ungated surrogate has exactly no gradient
+    in the token's logp_new), of it `frozen_high` (A > 0) and `frozen_low` (A < 0), `gated` (share
+    that a gate sets to 0), `stopped` (frozen or gated).
+
+    Args:
+      ratio: member of losses.ratios.
+      surrogate: member of losses.surrogates.
+      aggregate: member of losses.aggregates.
+      gates: members of losses.gates.
+      penalties: members of losses.penalties.
+      name: first part of the metrics' names.
+
+    Returns:
+      A LossTransform whose weights are one [B,T] array.
+
+    Raises:
+      TypeError: a part of another slot. At the first trace: MissingInput, and the errors of
+        `clean`.
+    """
+    _check_slot('ratio', ratio)
+    _check_slot('surrogate', surrogate)
+    _check_slot('aggregate', aggregate)
+    for gate in gates:
+        _check_slot('gate', gate)
+    for penalty in penalties:
+        _check_slot('penalty', penalty)
+
+    def weigh(batch: Any) -> Array:
+        return aggregate(batch.mask, getattr(batch, 'group', None))
+
+    def apply(inputs: LossInputs, weights: Array) -> LossOutput:
+        inputs = clean(inputs)
+        weights = _check_weights(weights, inputs)
+        bind = functools.partial(_bind, coefficients=inputs.coefficients)
+        log_ratio_of, surrogate_of = bind(ratio), bind(surrogate)
+
+        def policy_term(logp_new: Array) -> tuple[Array, Array]:
+            log_ratio = log_ratio_of(inputs.replace(logp_new=logp_new))  # pyright: ignore
+            return surrogate_of(log_ratio, inputs.advantages), log_ratio
+
+        objective, log_ratio = policy_term(inputs.logp_new)
+        gate = jnp.ones_like(objective)
+        for part in gates:
+            gate = gate * bind(part)(inputs, log_ratio)
+        gated = jax.lax.stop_gradient(gate) * objective
+        penalty = jnp.zeros_like(objective)
+        for part in penalties:
+            penalty = penalty + bind(part)(inputs, log_ratio)
+
+        slope = jax.grad(lambda logp: jnp.sum(masked.select(inputs.mask, policy_term(logp)[0])))
+        frozen = slope(jax.lax.stop_gradient(inputs.logp_new)) == 0
+        metrics = _policy_metrics(inputs, log_ratio, gated, gate, frozen)
+        if penalties:
+            metrics['penalty'] = Mean.of(penalty, inputs.mask)
+        metrics = jax.lax.stop_gradient({f'{name}/{k}': v for k, v in metrics.items()})
+        return LossOutput(_total(weights, penalty - gated, inputs.mask), metrics)
+
+    return LossTransform(weigh, apply)
+
+
+def _policy_metrics(
+    inputs: LossInputs, log_ratio: Array, gated: Array, gate: Array, frozen: Array
+) -> dict[str, Mean]:
+    mask, advantages = inputs.mask, inputs.advantages
+    active = mask & (advantages != 0)
+    return {
+        'objective': Mean.of(gated, mask),
+        'ratio': Mean.of(masked.bounded_exp(log_ratio), mask),
+        'extreme': Mean.of(jnp.abs(log_ratio) >= EXTREME, mask),
+        'frozen': Mean.of(frozen, active),
+        'frozen_high': Mean.of(frozen & (advantages > 0), active),
+        'frozen_low': Mean.of(frozen & (advantages < 0), active),
+        'gated': Mean.of(gate == 0, active),
+        'stopped': Mean.of(frozen | (gate == 0), active),
+    }
+
+
+def value_loss(*, aggregate: Any, clip: float | None = None, name: str = 'value') -> LossTransform:
+    """sum_t weight_t 1/2 (V_t - R_t)^2, with clip the larger of it and that of the clipped V.
+
+    Clipping keeps V within +-clip of values_old (PPO's reference implementation).
+
+    Args:
+      aggregate: member of losses.aggregates.
+      clip: in units of the value; None for no clipping.
+      name: first part of the metrics' names: `error` (mean squared), `clipped` (share).
+    """
+    _check_slot('aggregate', aggregate)
+    if clip is not None:
+        checks.number('clip', clip, 0)
+
+    def weigh(batch: Any) -> Array:
+        return aggregate(batch.mask, getattr(batch, 'group', None))
+
+    def apply(inputs: LossInputs, weights: Array) -> LossOutput:
+        inputs = clean(inputs)
+        weights = _check_weights(weights, inputs)
+        values, returns = require(inputs, 'values', name), require(inputs, 'returns', name)
+        error = jnp.square(values - returns)
+        metrics = {f'{name}/error': Mean.of(error, inputs.mask)}
+        if clip is not None:
+            old = require(inputs, 'values_old', f'{name} with clip')
+            kept = old + jnp.clip(values - old, -clip, clip)
+            other = jnp.square(kept - returns)
+            metrics[f'{name}/clipped'] = Mean.of(other > error, inputs.mask)
+            error = jnp.where(other > error, other, error)
+        loss = _total(weights, 0.5 * error, inputs.mask)
+        return LossOutput(loss, jax.lax.stop_gradient(metrics))
+
+    return LossTransform(weigh, apply)
+
+
+def positive_nll(*, aggregate: Any, name: str = 'nll') -> LossTransform:
+    """-sum_t weight_t logp_new_t over rows whose answer is correct (VAPO 2504.05118).
+
+    Args:
+      aggregate: member of losses.aggregates, over the tokens of `batch.positive` rows.
+      name: first part of the metric's name: `logp`, mean log-prob of those tokens.
+    """
+    _check_slot('aggregate', aggregate)
+
+    def weigh(batch: Any) -> Array:
+        positive = jnp.asarray(require(batch, 'positive', 'positive_nll')) != 0
+        mask = (jnp.asarray(batch.mask) != 0) & positive[:, None]
+        return aggregate(mask, getattr(batch, 'group', None))
+
+    def apply(inputs: LossInputs, weights: Array) -> LossOutput:
+        inputs = clean(inputs)
+        weights = _check_weights(weights, inputs)
+        metrics = {f'{name}/logp': Mean.of(inputs.logp_new, weights)}
+        loss = _total(weights, -inputs.logp_new, inputs.mask)
+        return LossOutput(loss, jax.lax.stop_gradient(metrics))
+
+    return LossTransform(weigh, apply)
+
+
+def add(*losses: LossTransform) -> LossTransform:
+    """Sum of losses; weights become a tuple. Raises where two of them report the same metric."""
+
+    def weigh(batch: Any) -> tuple[Any, ...]:
+        return tuple(loss.weigh(batch) for loss in losses)
+
+    def apply(inputs: LossInputs, weights: tuple[Any, ...]) -> LossOutput:
+        if len(weights) != len(losses):
+            raise ValueError(f'{len(losses)} losses were given {len(weights)} sets of weights')
+        total, metrics = jnp.zeros((), inputs.logp_new.dtype), {}
+        for loss, part in zip(losses, weights, strict=True):
+            out = loss.apply(inputs, part)
+            if shared := sorted(set(metrics) & set(out.metrics)):
+                raise ValueError(f'two losses report {shared[0]!r}: give one of them a `name`')
+            total, metrics = total + out.loss, metrics | out.metrics
+        return LossOutput(total, metrics)
+
+    return LossTransform(weigh, apply)
+
+
+def scale(factor: float | Array, loss: LossTransform) -> LossTransform:
+    """factor * loss; its metrics are those of the unscaled loss."""
+    checks.number('factor', factor)
+
+    def apply(inputs: LossInputs, weights: Any) -> LossOutput:
+        out = loss.apply(inputs, weights)
+        return LossOutput(factor * out.loss, out.metrics)
+
+    return LossTransform(loss.weigh, apply)
+
+
+def required_inputs(
+    loss: LossTransform, coefficients: Mapping[str, Any] | None = None
+) -> frozenset[str]:
+    """Optional LossInputs fields without which `loss` raises MissingInput.
+
+    Found by tracing the loss abstractly with one field at a time left out; nothing is computed.
+    A trainer scores a reference policy only where this names `logp_ref`.
+    """
+    x = jnp.zeros((1, 1), jnp.float32)
+    row = jnp.ones((1,), jnp.int32)
+    full = LossInputs(
+        **dict.fromkeys(_FLOATS, x),
+        mask=x,
+        segment=jnp.zeros((1, 1), jnp.int32),
+        coefficients={k: jnp.float32(v) for k, v in (coefficients or {}).items()},
+    )
+
+    def missing(field: str) -> bool:
+        def run(inputs: LossInputs) -> Array:
+            batch = _Batch(mask=inputs.mask, group=row, positive=row)
+            return loss.apply(inputs, loss.weigh(batch)).loss
+
+        try:
+            jax.eval_shape(run, full.replace(**{field: None}))  # pyright: ignore
+        except MissingInput as error:
+            return error.field == field
+        return False
+
+    return frozenset(field for field in (*_OPTIONAL, 'segment') if missing(field))
+
+
+class _Batch(NamedTuple):
+    mask: Array
+    group: Array
+    positive: Array

@@ -1,0 +1,124 @@
+"""Coefficients that adapt between steps: name -> Controller(init, update), state = current value.
+
+A loss part reads one through `compose.adaptive`. The state of all of them is a dict of scalars that
+the trainer carries: `values = init(controllers)`, then `values = update(controllers, values,
+metrics, step)` after each optimizer step, with that step's metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+
+from policyopt import checks
+from policyopt.types import Array, Controller, Metrics
+
+Values = dict[str, Array]
+
+
+def init(controllers: Mapping[str, Controller]) -> Values:
+    """Return the values at step 0, float32 scalars."""
+    return {name: jnp.float32(controller.init) for name, controller in controllers.items()}
+
+
+def update(
+    controllers: Mapping[str, Controller], values: Values, metrics: Metrics, step: Array
+) -> Values:
+    """Return the next values, from the metrics of the step just taken."""
+    return {
+        name: jnp.asarray(controller.update(values[name], metrics, step), jnp.float32)
+        for name, controller in controllers.items()
+    }
+
+
+def _read(metrics: Metrics, name: str) -> Array:
+    if name not in metrics:
+        raise KeyError(f'a controller reads the metric `{name}`.{checks.nearest(name, metrics)}')
+    return metrics[name].value
+
+
+def doubling_kl(init: float = 1.0, target: float = 0.01, metric: str = 'kl/old') -> Controller:
+    """KL < target/1.5 halves the coefficient, KL > 1.5 target doubles it (PPO 1707.06347).
+
+    Args:
+      init: first value; above 0.
+      target: nats per token. Unpublished for language models: .01 is a choice.
+      metric: name of the KL it reads.
+    """
+    checks.number('init', init, 1e-12)
+    checks.number('target', target, 1e-12)
+
+    def step(value: Array, metrics: Metrics, count: Array) -> Array:
+        del count
+        kl = _read(metrics, metric)
+        factor = jnp.where(kl < target / 1.5, 0.5, jnp.where(kl > 1.5 * target, 2.0, 1.0))
+        return value * factor
+
+    return Controller(init, step)
+
+
+def proportional_kl(
+    init: float, target: float, rate: float = 0.1, metric: str = 'kl/ref_k3'
+) -> Controller:
+    """value * (1 + rate clip(KL/target - 1, -.2, .2)) (1909.08593).
+
+    Args:
+      init: first value; above 0.
+      target: nats per token.
+      rate: how much of the clipped relative error one step answers.
+      metric: name of the KL it reads.
+    """
+    checks.number('init', init, 1e-12)
+    checks.number('target', target, 1e-12)
+    checks.number('rate', rate, 0)
+
+    def step(value: Array, metrics: Metrics, count: Array) -> Array:
+        del count
+        error = jnp.clip(_read(metrics, metric) / target - 1, -0.2, 0.2)
+        return value * (1 + rate * error)
+
+    return Controller(init, step)
+
+
+def adaptive_clip(
+    init: float,
+    metric: str,
+    target: float = 0.1,
+    rate: float = 0.5,
+    low: float = 1e-6,
+    high: float = 1.0,
+) -> Controller:
+    """eps <- clip(eps exp(rate (c - target)), low, high), c the share that the last step clipped.
+
+    One controller a side: `policy/frozen_high` drives the upper distance, `policy/frozen_low` the
+    lower one.
+
+    Args:
+      init: first eps.
+      metric: name of the share it reads.
+      target: wanted share. Unpublished: .1 is the middle of a band of .05 to .15.
+      rate: step size in log eps. Unpublished: .5 is a choice.
+      low: smallest eps.
+      high: largest eps.
+    """
+    checks.number('init', init, low, high)
+    checks.number('target', target, 0, 1)
+    checks.number('rate', rate, 0)
+
+    def step(value: Array, metrics: Metrics, count: Array) -> Array:
+        del count
+        share = _read(metrics, metric)
+        return jnp.clip(value * jnp.exp(rate * (share - target)), low, high)
+
+    return Controller(init, step)
+
+
+def scheduled(schedule: Callable[[Array | int], Array | float]) -> Controller:
+    """The value of an optax-style schedule: step -> value; independent of metrics."""
+
+    def step(value: Array, metrics: Metrics, count: Array) -> Array:
+        del value, metrics
+        return jnp.asarray(schedule(count))
+
+    return Controller(float(schedule(0)), step)
