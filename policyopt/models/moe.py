@@ -61,7 +61,16 @@ def moe_layer(
     backend = _backend(backend)
     bias = params.get('bias')
     routes = route(x, params['router'], bias, config, valid, routing)
-    y = _experts(x, params, routes.experts, routes.weights, config, backend)
+    y = gm.grouped_swiglu(
+        x,
+        params['gate'],
+        params['up'],
+        params['down'],
+        routes.experts,
+        routes.weights,
+        backend=backend,
+        precision=config.precision,
+    )
     if config.shared_experts:
         y = y + _shared(x, params['shared'], config)
     if valid is not None:
@@ -89,29 +98,6 @@ def _check(x: Array, params: Mapping[str, Any], config: MoEConfig) -> None:
                 f'{field}={getattr(config, field)!r}, but params[{name!r}] is '
                 f'{"absent" if params.get(name) is None else "present"}.'
             )
-
-
-def _experts(x, params, experts, weights, config, backend):
-    """Gate-weighted sum of the outputs of each token's experts [N,k], in float32 at least.
-
-    experts of -1, or past the end of the weights, take no work and add nothing.
-    """
-    tokens, k = experts.shape
-    groups = params['gate'].shape[0]
-    block = gm.block_rows(tokens * k, groups)
-    layout = gm.sort_by_group(experts.ravel(), groups, block if backend == 'blocked' else 0)
-    token = jnp.where(layout.source >= 0, layout.source // k, -1)
-    rows = gm.take_rows(x, token, layout.row.reshape(tokens, k))
-
-    def product(rows, w):
-        return gm.grouped_matmul(
-            rows, w, layout.sizes, backend=backend, block=block, precision=config.precision
-        )
-
-    inner = jax.nn.silu(product(rows, params['gate'])) * product(rows, params['up'])
-    out = product(inner, params['down'])
-    picked = gm.take_rows(out, layout.row, layout.source[:, None]).reshape(tokens, k, -1)
-    return jnp.sum(picked.astype(weights.dtype) * weights[:, :, None], axis=1)
 
 
 def _shared(x, params, config):
