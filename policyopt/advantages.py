@@ -8,6 +8,7 @@ advantage is exactly 0. Off-mask advantages are 0.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -178,7 +179,7 @@ def normalise_minibatch(ddof: int = 1) -> Callable[[TokenBatch], TokenBatch]:
         std = masked.group_std(rows, present, everyone, ddof)
         keep = (batch.mask != 0) & (present & (std > 0))[:, None]
         scaled = (batch.advantages - mean[:, None]) / (std + EPSILON)[:, None]
-        return batch.replace(advantages=masked.select(keep, scaled))  # pyright: ignore
+        return dataclasses.replace(batch, advantages=masked.select(keep, scaled))
 
     return prepare
 
@@ -250,8 +251,8 @@ def gae(gamma: float = 1.0, lam: float = 0.95, critic_lam: float | None = None) 
     """
     checks.number('gamma', gamma, 0, 1)
     checks.number('lam', lam, 0, 1)
-    critic_lam = lam if critic_lam is None else checks.number('critic_lam', critic_lam, 0, 1)
-    return lambda rollout: _critic_estimates(rollout, 'gae', gamma, lam, critic_lam)
+    critic = lam if critic_lam is None else checks.number('critic_lam', critic_lam, 0, 1)
+    return lambda rollout: _critic_estimates(rollout, 'gae', gamma, lam, critic)
 
 
 @checks.factory('advantages')

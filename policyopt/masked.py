@@ -123,7 +123,7 @@ def segment_ids(segment: Array) -> Array:
     ordered = jnp.take_along_axis(segment, order, axis=-1)
     starts = jnp.diff(ordered, axis=-1, prepend=ordered[:, :1]) != 0
     ranks = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
-    row_index = jnp.arange(rows)[:, None]
+    row_index = jnp.arange(rows, dtype=jnp.int32)[:, None]
     return jnp.zeros((rows, width), jnp.int32).at[row_index, order].set(ranks + row_index * width)
 
 

@@ -6,6 +6,7 @@ reward (NaN) stay without one under shaping, and are never kept.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def soft_overlong(max_length: int, cache: int, weight: float = 1.0) -> Shape:
         rewards = jnp.asarray(require(rollout, 'rewards', 'soft_overlong'))
         penalty = overlong_penalty(masked.count(rollout.mask), max_length, cache)
         dtype = jnp.promote_types(rewards.dtype, jnp.float32)
-        return rollout.replace(rewards=(rewards + weight * penalty).astype(dtype))  # pyright: ignore
+        return dataclasses.replace(rollout, rewards=(rewards + weight * penalty).astype(dtype))
 
     return shape
 
@@ -54,7 +55,7 @@ def overlong_filter() -> Shape:
     def shape(rollout: Rollout) -> Rollout:
         truncated = jnp.asarray(require(rollout, 'truncated', 'overlong_filter')) != 0
         mask = masked.select(~truncated[:, None], jnp.asarray(rollout.mask))
-        return rollout.replace(mask=mask)  # pyright: ignore[reportAttributeAccessIssue]
+        return dataclasses.replace(rollout, mask=mask)
 
     return shape
 
@@ -74,7 +75,7 @@ def kl_in_reward(beta: float = 1e-3) -> Shape:
         rewards = jnp.asarray(require(rollout, 'rewards', 'kl_in_reward'))
         behavior = require(rollout, 'logp_behavior', 'kl_in_reward')
         kl = masked.row_sum(behavior - require(rollout, 'logp_ref', 'kl_in_reward'), rollout.mask)
-        return rollout.replace(rewards=rewards - beta * kl)  # pyright: ignore
+        return dataclasses.replace(rollout, rewards=rewards - beta * kl)
 
     return shape
 

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import chex
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+T = TypeVar('T')
 Metrics = dict[str, Any]  # name -> Mean, Histogram or EffectiveSampleSize; all of them add
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def struct(cls: type[T]) -> type[T]:
+    """Make a class a frozen chex dataclass: a pytree of its fields, built by keyword."""
+    return chex.dataclass(cls, frozen=True)  # pyright: ignore[reportReturnType]
 
 
 class MissingInput(ValueError):
@@ -39,7 +46,7 @@ def require(inputs: Any, field: str, part: str) -> Any:
     return value
 
 
-@chex.dataclass(frozen=True)
+@struct
 class Rollout:
     """Sampled rows with their rewards; what advantages, shaping and keep rules read.
 
@@ -83,7 +90,7 @@ class Rollout:
     version: Array | None = None
 
 
-@chex.dataclass(frozen=True)
+@struct
 class TokenBatch:
     """Rows of one optimizer minibatch: a rollout with its advantages and fixed log-probs.
 
@@ -114,7 +121,7 @@ class TokenBatch:
     version: Array | None = None
 
 
-@chex.dataclass(frozen=True)
+@struct
 class Scores:
     """What the scorer says of the taken tokens; each [B,T] float32.
 
@@ -129,7 +136,7 @@ class Scores:
     values: Array | None = None
 
 
-@chex.dataclass(frozen=True)
+@struct
 class LossInputs:
     """Everything a loss is a function of. Per-token arrays are [B,T] of one floating dtype.
 
@@ -246,7 +253,7 @@ class Algorithm(NamedTuple):
     update: UpdateRule = UpdateRule()
 
 
-@chex.dataclass(frozen=True)
+@struct
 class Mean:
     """A mean that adds exactly: total and count, both scalars. `value` is 0 where count is 0."""
 

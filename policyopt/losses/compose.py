@@ -7,6 +7,7 @@ one by hand; these cover the published methods.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +110,7 @@ def clean(inputs: LossInputs, fields: Sequence[str] = _FLOATS) -> LossInputs:
         changes[field] = masked.select(mask, value)
     if (segment := inputs.segment) is not None and jnp.shape(segment) != shape:
         raise ValueError(f'segment has shape {jnp.shape(segment)}, logp_new {shape}')
-    return inputs.replace(**changes)  # pyright: ignore[reportAttributeAccessIssue]
+    return dataclasses.replace(inputs, **changes)
 
 
 def _check_weights(weights: Array, inputs: LossInputs) -> Array:
@@ -172,7 +173,7 @@ def policy_loss(
         log_ratio_of, surrogate_of = bind(ratio), bind(surrogate)
 
         def policy_term(logp_new: Array) -> tuple[Array, Array]:
-            log_ratio = log_ratio_of(inputs.replace(logp_new=logp_new))  # pyright: ignore
+            log_ratio = log_ratio_of(dataclasses.replace(inputs, logp_new=logp_new))
             return surrogate_of(log_ratio, inputs.advantages), log_ratio
 
         objective, log_ratio = policy_term(inputs.logp_new)
@@ -325,7 +326,7 @@ def required_inputs(
             return loss.apply(inputs, loss.weigh(batch)).loss
 
         try:
-            jax.eval_shape(run, full.replace(**{field: None}))  # pyright: ignore
+            jax.eval_shape(run, dataclasses.replace(full, **{field: None}))
         except MissingInput as error:
             return error.field == field
         return False

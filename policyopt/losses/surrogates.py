@@ -47,9 +47,9 @@ def clipped(low: Coefficient = 0.2, high: Coefficient | None = None) -> Surrogat
       high: distance of the upper bound; the same as low where None.
     """
     checks.number('low', low, 0, 1)
-    high = low if high is None else checks.number('high', high, 0)
+    top = low if high is None else checks.number('high', high, 0)
     return lambda log_ratio, advantages: _clipped(
-        masked.bounded_exp(log_ratio), advantages, low, high
+        masked.bounded_exp(log_ratio), advantages, low, top
     )
 
 
@@ -66,11 +66,11 @@ def dual_clipped(
     """
     checks.number('low', low, 0, 1)
     checks.number('cap', cap, 1)
-    high = low if high is None else checks.number('high', high, 0)
+    top = low if high is None else checks.number('high', high, 0)
 
     def surrogate(log_ratio: Array, advantages: Array) -> Array:
         u = masked.bounded_exp(log_ratio)
-        objective = _clipped(u, advantages, low, high)
+        objective = _clipped(u, advantages, low, top)
         return jnp.where((advantages < 0) & (u > cap), cap * advantages, objective)
 
     return surrogate
@@ -118,11 +118,11 @@ def masked_weight(low: Coefficient = 0.2, high: Coefficient | None = None) -> Su
       high: as in `clipped`.
     """
     checks.number('low', low, 0, 1)
-    high = low if high is None else checks.number('high', high, 0)
+    top = low if high is None else checks.number('high', high, 0)
 
     def surrogate(log_ratio: Array, advantages: Array) -> Array:
         u = masked.bounded_exp(log_ratio)
-        weight = jnp.where(masked.clip_stops(u, advantages, low, high), 0, u)
+        weight = jnp.where(masked.clip_stops(u, advantages, low, top), 0, u)
         return jax.lax.stop_gradient(weight) * advantages * log_ratio
 
     return surrogate
