@@ -75,7 +75,7 @@ def make_rules(rules: Mapping[str, Any] | Rules | None = None) -> Rules:
 
 
 def make_mesh(
-    axes: Sequence[tuple[str, int]] = DEFAULT_MESH, devices: Sequence[jax.Device] | None = None
+    axes: Sequence[tuple[str, int]] = DEFAULT_MESH, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """Mesh with the named axis sizes over `devices` (all by default).
 

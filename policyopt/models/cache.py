@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import chex
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 
 from policyopt.models.config import ModelConfig
 from policyopt.types import Array
 
 
-@chex.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Cache:
     """Keys and values of the tokens seen so far.
 

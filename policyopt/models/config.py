@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from policyopt.models.moe import MoEConfig
 from policyopt.sharding import nearest
 
 REMAT = ('none', 'full', 'dots')
@@ -20,7 +21,8 @@ def one_of(field: str, value: Any, legal: tuple[str, ...]) -> None:
     """Raise ValueError, naming the field and the nearest legal spelling, unless value is legal."""
     if value not in legal:
         raise ValueError(
-            f'{field}={value!r} is not known. Legal: {", ".join(legal)}.{nearest(str(value), legal)}'
+            f'{field}={value!r} is not known. Legal: {", ".join(legal)}.'
+            f'{nearest(str(value), legal)}'
         )
 
 
@@ -56,6 +58,11 @@ class ModelConfig:
       num_layers, num_heads, num_kv_heads: as named; query heads share key heads in equal groups.
       head_dim: width of a head; 0 means embed_dim / num_heads.
       mlp_dim: inner width of a dense SwiGLU layer.
+      moe: router of the mixture-of-experts layers; None where every layer is dense.
+      expert_dim: inner width of one expert.
+      moe_layers: which layers are mixtures of experts, increasing; None with `moe` means all.
+      moe_backend: of the expert matmuls, by name; 'auto' is chosen by platform.
+      shared_gate: the shared expert's output is scaled by a sigmoid gate of its own.
       tied: the head is the embedding; otherwise a matrix of its own.
       qkv_bias: biases on query, key and value projections (Qwen2).
       qk_norm: RMSNorm over each head's query and key before rotation (Qwen3).
@@ -66,7 +73,8 @@ class ModelConfig:
       reward_head: a scalar per row on the trunk (reward model).
       dtype: of activations and matmuls.
       param_dtype: of parameters.
-      precision: of every matmul: 'highest' is float32 proper where the hardware rounds inputs.
+      precision: of every matmul but the experts' (`moe.precision`); 'highest' is float32 proper
+        where the hardware would round its inputs.
       remat: 'none' keeps every activation, 'dots' keeps matmul results, 'full' keeps layer inputs.
       attention: backend by name; 'auto' is chosen by platform.
       bos_id, pad_id, eos_ids: special tokens, kept with the checkpoint.
@@ -78,8 +86,13 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    mlp_dim: int
+    mlp_dim: int = 0
     head_dim: int = 0
+    moe: MoEConfig | None = None
+    expert_dim: int = 0
+    moe_layers: tuple[int, ...] | None = None
+    moe_backend: str = 'auto'
+    shared_gate: bool = False
     tied: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -111,16 +124,44 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f'head_dim={self.head_dim} must be even for rotary embeddings')
+        if 'dense' in self.kinds and self.mlp_dim < 1:
+            raise ValueError(f'mlp_dim={self.mlp_dim} must be at least 1 for dense layers')
+        self._check_moe()
         one_of('remat', self.remat, REMAT)
         one_of('attention', self.attention, ATTENTION)
         one_of('dtype', self.dtype, DTYPES)
         one_of('param_dtype', self.param_dtype, DTYPES)
         one_of('precision', self.precision, PRECISIONS)
 
+    def _check_moe(self):
+        if self.moe is None:
+            for field, default in (('moe_layers', None), ('expert_dim', 0), ('shared_gate', False)):
+                if getattr(self, field) != default:
+                    raise ValueError(f'{field}={getattr(self, field)!r} needs `moe`')
+            return
+        if self.expert_dim < 1:
+            raise ValueError(f'expert_dim={self.expert_dim} must be at least 1 with `moe`')
+        if self.shared_gate and not self.moe.shared_experts:
+            raise ValueError('shared_gate=True needs moe.shared_experts')
+        layers = self.moe_layers
+        if layers is not None and (
+            not layers
+            or list(layers) != sorted(set(layers))
+            or layers[0] < 0
+            or layers[-1] >= self.num_layers
+        ):
+            raise ValueError(
+                f'moe_layers={layers} must be increasing layer numbers below {self.num_layers}'
+            )
+
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kind of each layer, 'dense' or 'moe'."""
-        return ('dense',) * self.num_layers
+        """Kind of each layer, 'dense' or 'moe'; routing's layer axis is the 'moe' ones in order."""
+        if self.moe is None:
+            return ('dense',) * self.num_layers
+        if self.moe_layers is None:
+            return ('moe',) * self.num_layers
+        return tuple('moe' if i in self.moe_layers else 'dense' for i in range(self.num_layers))
 
     @property
     def lax_precision(self) -> jax.lax.Precision:

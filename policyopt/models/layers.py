@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policyopt.models.config import ModelConfig
+from policyopt.models.moe import moe_layer
 from policyopt.types import Array
 
 Mix = Callable[[Array, Array, Array], Array]
 
 
 def param(
-    rngs: nnx.Rngs, config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], std: float
+    rngs: nnx.Rngs, config: ModelConfig, shape: tuple[int, ...], axes: tuple, std: float
 ) -> nnx.Param:
     """Parameter drawn from a normal of this standard deviation; std 0 means zeros, inf ones."""
     dtype = jnp.dtype(config.param_dtype)
@@ -143,22 +144,83 @@ class SwiGLU(nnx.Module):
         return dense('btf,fd->btd', jax.nn.silu(gate) * up, self.down[...], self.config)
 
 
+class SharedExpert(nnx.Module):
+    """Parameters of the feed-forward layer beside the routed experts."""
+
+    def __init__(self, config: ModelConfig, inner: int, rngs: nnx.Rngs):
+        width = config.embed_dim
+        out = (inner * 2 * config.num_layers) ** -0.5
+        self.gate = param(rngs, config, (width, inner), ('embed', 'mlp'), width**-0.5)
+        self.up = param(rngs, config, (width, inner), ('embed', 'mlp'), width**-0.5)
+        self.down = param(rngs, config, (inner, width), ('mlp', 'embed'), out)
+        if config.shared_gate:
+            self.shared_gate = param(rngs, config, (width,), ('embed',), width**-0.5)
+
+
+class MoE(nnx.Module):
+    """Parameters of a mixture-of-experts layer; `moe.moe_layer` is the layer."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        moe, width, inner = config.moe, config.embed_dim, config.expert_dim
+        assert moe is not None
+        out = (inner * 2 * config.num_layers) ** -0.5
+        shape, axes = (moe.experts, width, inner), ('experts', 'embed', 'mlp')
+        self.router = param(rngs, config, (moe.experts, width), (None, 'embed'), width**-0.5)
+        self.gate = param(rngs, config, shape, axes, width**-0.5)
+        self.up = param(rngs, config, shape, axes, width**-0.5)
+        self.down = param(rngs, config, (moe.experts, inner, width), axes[::2] + ('embed',), out)
+        if moe.selection_bias:
+            self.bias = param(rngs, config, (moe.experts,), (None,), 0)
+        if moe.shared_experts:
+            self.shared = SharedExpert(config, inner * moe.shared_experts, rngs)
+        self.config = config
+
+    def __call__(self, x: Array, valid: Array | None, routing: Array | None) -> Any:
+        """x [B,T,D], valid [B,T], routing [B,T,k] -> y [B,T,D], (routing [B,T,k], aux)."""
+        rows, length, width = x.shape
+        config, moe = self.config, self.config.moe
+        assert moe is not None
+        params = nnx.to_pure_dict(nnx.state(self))
+        for name in ('gate', 'up', 'down', 'shared'):
+            if name in params:
+                params[name] = jax.tree.map(lambda w: w.astype(config.compute_dtype), params[name])
+        y, used, aux = moe_layer(
+            x.reshape(-1, width),
+            params,
+            moe,
+            valid=None if valid is None else valid.reshape(-1),
+            routing=None if routing is None else routing.reshape(-1, moe.top_k),
+            backend=None if config.moe_backend == 'auto' else config.moe_backend,
+        )
+        return y.reshape(x.shape), (used.reshape(rows, length, moe.top_k), aux)
+
+
 class Block(nnx.Module):
-    """Pre-norm residual layer: attention, then an MLP of the given kind."""
+    """Pre-norm residual layer: attention, then a feed-forward layer of the given kind."""
 
     def __init__(self, config: ModelConfig, kind: str, rngs: nnx.Rngs):
-        del kind
         self.norm1 = param(rngs, config, (config.embed_dim,), ('embed',), math.inf)
         self.attention = Attention(config, rngs)
         self.norm2 = param(rngs, config, (config.embed_dim,), ('embed',), math.inf)
-        self.mlp = SwiGLU(config, rngs)
+        self.mlp = SwiGLU(config, rngs) if kind == 'dense' else MoE(config, rngs)
         self.config = config
 
-    def __call__(self, x: Array, rope: tuple[Array, Array], mix: Mix) -> Array:
-        """[B,T,D] -> [B,T,D]."""
+    def __call__(
+        self,
+        x: Array,
+        rope: tuple[Array, Array],
+        mix: Mix,
+        valid: Array | None = None,
+        routing: Array | None = None,
+    ) -> Any:
+        """x [B,T,D] -> [B,T,D], and (routing [B,T,k], aux) of a mixture or () of a dense layer."""
         eps = self.config.norm_eps
         x = x + self.attention(rms_norm(x, self.norm1[...], eps), rope, mix)
-        return x + self.mlp(rms_norm(x, self.norm2[...], eps))
+        inner = rms_norm(x, self.norm2[...], eps)
+        if isinstance(self.mlp, SwiGLU):
+            return x + self.mlp(inner), ()
+        y, record = self.mlp(inner, valid, routing)
+        return x + y, record
 
 
 class Trunk(nnx.Module):

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
+from policyopt.models import stack
 from policyopt.models.attention import attention
 from policyopt.models.cache import Cache, init_cache, places, write
 from policyopt.models.config import ModelConfig
@@ -23,7 +24,15 @@ ACTIVATION = ('batch', 'length', None)
 
 
 class Hidden(NamedTuple):
-    """Final-norm states [B,T,D], routing [B,T,L_moe,k] or None, MoE metrics by name."""
+    """What the trunk says of each token.
+
+    Attributes:
+      hidden: [B,T,D], states after the final norm.
+      routing: [B,T,L_moe,k] int8 or int16, the experts used in each mixture layer (layer i of the
+        axis is the i-th 'moe' of `config.kinds`), -1 on padding; None for a dense model.
+      aux: {} for a dense model; else `load_balance`, `router_z` and `replay_agreement`, each a
+        `Mean` over tokens and mixture layers, and `load` [L_moe,E], tokens each expert took.
+    """
 
     hidden: Array
     routing: Array | None
@@ -41,10 +50,15 @@ class Output(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _modules(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Name -> (graphdef, abstract state with axes) of the trunk and of each kind of layer."""
-    parts = {'trunk': lambda: Trunk(config, nnx.Rngs(0))}
-    for kind in dict.fromkeys(config.kinds):
-        parts[kind] = functools.partial(lambda kind: Block(config, kind, nnx.Rngs(0)), kind)
-    return {name: nnx.split(nnx.eval_shape(make)) for name, make in parts.items()}
+    names = ('trunk', *dict.fromkeys(config.kinds))
+    return {
+        name: nnx.split(nnx.eval_shape(functools.partial(_make, config, name))) for name in names
+    }
+
+
+def _make(config: ModelConfig, name: str, key: Array | None = None) -> nnx.Module:
+    rngs = nnx.Rngs(params=0 if key is None else key)
+    return Trunk(config, rngs) if name == 'trunk' else Block(config, name, rngs)
 
 
 def _merge(config: ModelConfig, name: str, params: Params) -> Any:
@@ -68,10 +82,8 @@ class Model:
         """Fresh params from a key; jit it with out_shardings to make them sharded."""
         config = self.config
 
-        def make(kind: str, key: Array) -> Params:
-            rngs = nnx.Rngs(params=key)
-            module = Trunk(config, rngs) if kind == 'trunk' else Block(config, kind, rngs)
-            return nnx.to_pure_dict(nnx.split(module)[1])
+        def make(name: str, key: Array) -> Params:
+            return nnx.to_pure_dict(nnx.state(_make(config, name, key)))
 
         trunk_key, layer_key = jax.random.split(key)
         params = make('trunk', trunk_key)
@@ -82,15 +94,17 @@ class Model:
 
     def axes(self) -> Params:
         """Logical axes of each parameter, as `init` lays them out; leaves are tuples of names."""
-        tree: Params = {}
-        for name, (_, state) in _modules(self.config).items():
-            for path, leaf in nnx.to_flat_state(state):
-                lead, path = ((), path) if name == 'trunk' else (('layers',), (name, *path))
-                node = tree
-                for part in path[:-1]:
-                    node = node.setdefault(part, {})
-                node[path[-1]] = lead + leaf.get_metadata()['axes']
-        return tree
+
+        def named(state: Any, lead: tuple[str, ...]) -> Params:
+            flat = nnx.to_flat_state(state)
+            return traverse_util.unflatten_dict(
+                {path: lead + leaf.get_metadata()['axes'] for path, leaf in flat}
+            )
+
+        trunk, *kinds = _modules(self.config).items()
+        return named(trunk[1][1], ()) | {
+            kind: named(state, ('layers',)) for kind, (_, state) in kinds
+        }
 
     def shapes(self) -> Params:
         """jax.ShapeDtypeStruct of each parameter."""
@@ -246,26 +260,42 @@ class Model:
         )
 
     def _layers(self, params, x, state, mix, rope, valid, routing):
-        del valid, routing
-        config = self.config
+        """All layers: x, state, routing [B,T,L_moe,k] or None, aux."""
+        config, rules = self.config, self.rules
+        if routing is not None:
+            _check_routing(config, x, routing)
+            routing = jnp.moveaxis(routing, 2, 0)
 
-        def body(carry, xs):
+        def layer(kind, index, carry, layer_params, record):
             x, state = carry
-            layer, layer_params = xs
-            box = []
+            box = []  # the new state leaves the block's attention through here
 
             def attend(q, k, v):
-                out, new = mix(layer, state, q, k, v)
+                out, new = mix(index, state, q, k, v)
                 box.append(new)
                 return out
 
-            x = _merge(config, 'dense', layer_params)(x, rope, attend)
-            return (constrain(x, ACTIVATION, self.rules), box[0]), None
+            block = _merge(config, kind, layer_params)
+            x, out = block(x, rope, attend, valid, record)
+            return (constrain(x, ACTIVATION, rules), box[0]), out
 
-        (x, state), _ = jax.lax.scan(
-            body, (x, state), (jnp.arange(config.num_layers), params['dense'])
+        (x, state), records = stack.run(
+            layer, (x, state), params, config.kinds, {'moe': routing}, config.remat
         )
-        return x, state, None, {}
+        if 'moe' not in records:
+            return x, state, None, {}
+        used, aux = records['moe']
+        total = {
+            name: jax.tree.map(lambda a: jnp.sum(a, axis=0), value) if name != 'load' else value
+            for name, value in aux.items()
+        }
+        return x, state, jnp.moveaxis(used, 0, 2), total
+
+
+def _check_routing(config: ModelConfig, x: Array, routing: Array) -> None:
+    if config.moe is None:
+        raise ValueError('routing is given, but the model has no mixture-of-experts layer')
+    chex.assert_shape(routing, (*x.shape[:2], config.kinds.count('moe'), config.moe.top_k))
 
 
 def _positions(tokens: Array, segments: Array | None) -> Array:
