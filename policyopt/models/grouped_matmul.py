@@ -114,6 +114,11 @@ def _dot(a: Array, b: Array, axes: tuple[int, int], precision: Any) -> Array:
     )
 
 
+def _zeros(shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]) -> Array:
+    """Zeros that a loop may turn into something that differs over manual mesh axes."""
+    return jax.lax.pcast(jnp.zeros(shape, dtype), axes, to='varying')
+
+
 def _over_blocks(sizes: Array, block: int, enter, body, leave, carry):
     """Fold `body` over the blocks of rows of every expert that has rows, in order of rows.
 
@@ -149,7 +154,7 @@ def _block_tokens(source, start, left, block, k):
     return jnp.where((jnp.arange(block) < left) & (source >= 0), source // k, -1)
 
 
-def _blocked_forward(x, gate, up, down, weights, layout, block, precision):
+def _blocked_forward(x, gate, up, down, weights, layout, block, axes, precision):
     k = weights.shape[1]
     slot_weights = _rows(weights.reshape(-1, 1), layout.source)
 
@@ -164,22 +169,22 @@ def _blocked_forward(x, gate, up, down, weights, layout, block, precision):
         # Rows past the expert's are the next one's, which comes later and writes its own.
         return state, jax.lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), start, 0)
 
-    out = jnp.zeros((layout.source.shape[0], x.shape[1]), weights.dtype)
+    out = _zeros((layout.source.shape[0], x.shape[1]), weights.dtype, axes)
     out = _over_blocks(layout.sizes, block, enter, body, lambda e, s, c: c, out)
     return _sum_rows(out, layout.row.reshape(-1, k))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _blocked(x, gate, up, down, weights, layout, block, precision):
-    return _blocked_forward(x, gate, up, down, weights, layout, block, precision)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _blocked(x, gate, up, down, weights, layout, block, axes, precision):
+    return _blocked_forward(x, gate, up, down, weights, layout, block, axes, precision)
 
 
-def _blocked_save(x, gate, up, down, weights, layout, block, precision):
-    y = _blocked_forward(x, gate, up, down, weights, layout, block, precision)
+def _blocked_save(x, gate, up, down, weights, layout, block, axes, precision):
+    y = _blocked_forward(x, gate, up, down, weights, layout, block, axes, precision)
     return y, (x, gate, up, down, weights, layout)
 
 
-def _blocked_backward(block, precision, saved, dy):
+def _blocked_backward(block, axes, precision, saved, dy):
     x, gate, up, down, weights, layout = saved
     k = weights.shape[1]
     slot_weights = _rows(weights.reshape(-1, 1), layout.source)
@@ -187,7 +192,7 @@ def _blocked_backward(block, precision, saved, dy):
     update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
 
     def enter(expert):
-        zeros = tuple(jnp.zeros(w.shape[1:], wide) for w in (gate, up, down))
+        zeros = tuple(_zeros(w.shape[1:], wide, axes) for w in (gate, up, down))
         return (gate[expert], up[expert], down[expert]), zeros
 
     def body(w, start, left, state, carry):
@@ -219,9 +224,9 @@ def _blocked_backward(block, precision, saved, dy):
 
     size = layout.source.shape[0]
     carry = (
-        tuple(jnp.zeros_like(w) for w in (gate, up, down)),
-        jnp.zeros((size, x.shape[1]), wide),
-        jnp.zeros((size, 1), wide),
+        tuple(_zeros(w.shape, w.dtype, axes) for w in (gate, up, down)),
+        _zeros((size, x.shape[1]), wide, axes),
+        _zeros((size, 1), wide, axes),
     )
     grads, dx, dweights = _over_blocks(layout.sizes, block, enter, body, leave, carry)
     dx = _sum_rows(dx, layout.row.reshape(-1, k)).astype(x.dtype)
@@ -258,6 +263,7 @@ def grouped_swiglu(
     *,
     backend: str,
     precision: Any = 'highest',
+    axes: tuple[str, ...] = (),
 ) -> Array:
     """Gate-weighted sum of the chosen experts' outputs for each token, [N,D] float32 at least.
 
@@ -268,6 +274,8 @@ def grouped_swiglu(
       weights: [N,k] float32 (float64 where x is).
       backend: 'blocked' or 'ragged'.
       precision: of the matmuls, which add up in float32 at least.
+      axes: inside `shard_map`, the mesh axes that the operands differ over: all of them must differ
+        over all of these.
 
     'blocked' keeps no [N*k,F] array: the backward pass computes the hidden layer again, block by
     block, so that forward and backward are 11 matmuls where a plain layer has 9.
@@ -281,4 +289,4 @@ def grouped_swiglu(
         return _ragged(x, gate, up, down, weights, layout, precision)
     block = block_rows(ids.size, experts)
     layout = sort_by_expert(ids.ravel(), experts, slack=block)
-    return _blocked(x, gate, up, down, weights, layout, block, precision)
+    return _blocked(x, gate, up, down, weights, layout, block, axes, precision)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from policyopt.models import grouped_matmul as gm
 from policyopt.models.router import (
     MoEConfig,
+    Routes,
     balance,
     check_choice,
     route,
@@ -57,10 +58,8 @@ def moe_layer(
       and a dict of `load_balance`, `router_z`, `load`, `replay_agreement` (see `router.balance`).
     """
     chex.assert_rank(x, 2)
-    _check(x, params, config)
-    backend = _backend(backend)
-    bias = params.get('bias')
-    routes = route(x, params['router'], bias, config, valid, routing)
+    check_params(x, params, config)
+    routes = route(x, params['router'], params.get('bias'), config, valid, routing)
     y = gm.grouped_swiglu(
         x,
         params['gate'],
@@ -68,26 +67,43 @@ def moe_layer(
         params['down'],
         routes.experts,
         routes.weights,
-        backend=backend,
+        backend=choose_backend(backend),
         precision=config.precision,
     )
+    return finish(x, y, routes, params, config, valid)
+
+
+def finish(
+    x: Array,
+    routed: Array,
+    routes: Routes,
+    params: Mapping[str, Any],
+    config: MoEConfig,
+    valid: Array | None,
+) -> tuple[Array, Array, dict[str, Any]]:
+    """Result of the layer from the routed experts' sum [N,D]: adds the shared experts."""
     if config.shared_experts:
-        y = y + _shared(x, params['shared'], config)
+        clean = x if valid is None else jnp.where(valid[:, None] != 0, x, 0)
+        routed = routed + _shared(clean, params['shared'], config)
     if valid is not None:
-        y = jnp.where(valid[:, None] != 0, y, 0)
+        routed = jnp.where(valid[:, None] != 0, routed, 0)
     record = routes.experts.astype(routing_dtype(config.experts))
-    return y.astype(x.dtype), record, balance(routes.stats, config)
+    return routed.astype(x.dtype), record, balance(routes.stats, config)
 
 
-def _backend(backend: str | None) -> str:
+def choose_backend(backend: str | None) -> str:
+    """The named backend, the platform's for None; raises for an unknown name."""
     if backend is None:
         return gm.default_backend()
     check_choice('backend', backend, gm.BACKENDS)
     return backend
 
 
-def _check(x: Array, params: Mapping[str, Any], config: MoEConfig) -> None:
-    """Shapes, and that parameters and config agree on what is optional."""
+def check_params(x: Array, params: Mapping[str, Any], config: MoEConfig) -> None:
+    """Shapes, and that parameters and config agree on what is optional.
+
+    Raises AssertionError for a shape, ValueError for a part that only one of them has.
+    """
     experts, width = config.experts, x.shape[1]
     inner = params['gate'].shape[-1]
     chex.assert_shape([params['gate'], params['up']], (experts, width, inner))
@@ -98,6 +114,11 @@ def _check(x: Array, params: Mapping[str, Any], config: MoEConfig) -> None:
                 f'{field}={getattr(config, field)!r}, but params[{name!r}] is '
                 f'{"absent" if params.get(name) is None else "present"}.'
             )
+    if config.shared_experts and params['shared']['gate'].shape[-1] % config.shared_experts:
+        raise ValueError(
+            f'shared_experts={config.shared_experts} must divide the width '
+            f"{params['shared']['gate'].shape[-1]} of params['shared']."
+        )
 
 
 def _shared(x, params, config):

@@ -204,6 +204,7 @@ def route(
     # Softmax keeps the order of logits, and logits have fewer ties.
     scores = logits if config.scoring == 'softmax' else jnp.exp(log_scores)
     if config.selection_bias:
+        assert bias is not None, 'selection_bias needs a bias'
         chex.assert_shape(bias, (config.experts,))
         scores = jnp.exp(log_scores) + bias.astype(dtype)
     live = select_experts(jax.lax.stop_gradient(scores), config)
