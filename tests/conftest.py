@@ -13,7 +13,7 @@ hypothesis.settings.register_profile(
     'policyopt',
     deadline=None,
     derandomize=True,
-    max_examples=25,
+    max_examples=12,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile('policyopt')
