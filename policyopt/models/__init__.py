@@ -3,6 +3,8 @@
 from policyopt.models.attention import attention
 from policyopt.models.cache import Cache
 from policyopt.models.config import ModelConfig, RopeScaling
+from policyopt.models.loading import load, save
+from policyopt.models.tokenizer import Tokenizer
 from policyopt.models.transformer import Hidden, Model, Output, build
 
 __all__ = [
@@ -12,6 +14,9 @@ __all__ = [
     'ModelConfig',
     'Output',
     'RopeScaling',
+    'Tokenizer',
     'attention',
     'build',
+    'load',
+    'save',
 ]

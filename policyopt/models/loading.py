@@ -1,0 +1,220 @@
+"""Checkpoints in and out: names checked first, then tensor by tensor into the target sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax.experimental import multihost_utils
+
+from policyopt.models import gguf_file, hf
+from policyopt.models.config import ModelConfig
+from policyopt.models.names import Entry, entries
+from policyopt.models.tensors import FileTensor, open_safetensors, read, to_file, write_safetensors
+from policyopt.models.tokenizer import read_tokenizer
+from policyopt.models.transformer import Model, Params, build
+from policyopt.sharding import nearest, param_shardings
+
+# Constants that old checkpoints store beside the weights; the config says the same.
+CONSTANTS = ('rotary_emb.inv_freq',)
+SHARD_BYTES = 5 * 10**9
+
+
+def load(
+    source: str | pathlib.Path, *, mesh: Any = None, rules: Any = None, **overrides: Any
+) -> tuple[Model, Params]:
+    """Model and params of a Hugging Face folder or of a GGUF file.
+
+    Every tensor's name, shape and dtype is checked before memory is allocated; then tensors are
+    read one at a time, and each device gets its own part: beside the result, the host holds about
+    one tensor.
+
+    Args:
+      source: a folder with config.json and safetensors (one file, or an index and shards), or a
+        .gguf file of a Llama, Qwen2 or Qwen3 model.
+      mesh: devices to spread the params over by the rules; None: the default device.
+      rules: logical axis to mesh axis (`sharding.make_rules`); the model keeps them.
+      **overrides: fields of ModelConfig, such as dtype, param_dtype, remat, attention or
+        value_head. `dtype` and `param_dtype` are the checkpoint's by default. A scalar head that
+        is asked for and not in the checkpoint starts at zero.
+
+    Raises FileNotFoundError, and ValueError naming the tensor, the config field or the override.
+    """
+    source = pathlib.Path(source)
+    if source.suffix == '.gguf':
+        config, tensors, listed, tokenizer = gguf_file.read(source)
+    else:
+        config_file = source / 'config.json'
+        if not config_file.exists():
+            raise FileNotFoundError(f'{source} has no config.json, and is no .gguf file')
+        config = hf.read_config(json.loads(config_file.read_text()))
+        tensors = open_safetensors(source)
+        listed = list(entries(config, config.family))
+        tokenizer = read_tokenizer(source)
+    _check(tensors, listed, str(source), config.tied)
+    stored = tensors[listed[0].name].dtype.name
+    config = _override(config, {'dtype': stored, 'param_dtype': stored, **overrides})
+    model = build(config, tokenizer, rules)
+    return model, _place(model, tensors, listed, mesh)
+
+
+def _override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+    fields = [field.name for field in dataclasses.fields(ModelConfig)]
+    for name in overrides:
+        if name not in fields:
+            raise ValueError(f'load() has no override {name!r}.{nearest(name, fields)}')
+    return dataclasses.replace(config, **overrides)
+
+
+def _check(tensors: Mapping[str, FileTensor], listed: list[Entry], source: str, tied: bool) -> None:
+    """Raise ValueError naming the first missing, extra or misshapen tensors."""
+    wanted = {entry.name: entry.how.file for entry in listed}
+    missing = [name for name in wanted if name not in tensors]
+    extra = [name for name in tensors if name not in wanted and not name.endswith(CONSTANTS)]
+    if tied and 'lm_head.weight' in extra:
+        _check_tied(tensors, listed[0].name, source)
+        extra.remove('lm_head.weight')
+    for what, names in (('lacks', missing), ('has no use for', extra)):
+        if names:
+            shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if names[5:] else '')
+            hint = nearest(names[0], extra if what == 'lacks' else missing)
+            raise ValueError(f'{source}: the model {what} {shown}.{hint}')
+    for name, shape in wanted.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f'{source}: tensor {name!r} has shape {tensors[name].shape}; '
+                f'the config says {shape}'
+            )
+
+
+def _check_tied(tensors: Mapping[str, FileTensor], name: str, source: str) -> None:
+    """A tied checkpoint may repeat its embedding as lm_head; it must be the same numbers."""
+    a, b = tensors[name], tensors['lm_head.weight']
+    step = 1024
+    same = a.shape == b.shape and all(
+        np.array_equal(a.rows(i, min(i + step, a.shape[0])), b.rows(i, min(i + step, a.shape[0])))
+        for i in range(0, a.shape[0], step)
+    )
+    if not same:
+        raise ValueError(
+            f'{source}: tie_word_embeddings is true, but lm_head.weight differs from {name}'
+        )
+
+
+def _place(
+    model: Model, tensors: Mapping[str, FileTensor], listed: list[Entry], mesh: Any
+) -> Params:
+    """Read every parameter into its sharding."""
+    shapes = _flat(model.shapes())
+    if mesh is None:
+        shardings = dict.fromkeys(shapes, jax.sharding.SingleDeviceSharding(_default_device()))
+    else:
+        tree = param_shardings(model.axes(), model.shapes(), mesh, model.rules)
+        shardings = _flat(tree)
+    params = {}
+    for path, group in itertools.groupby(listed, lambda entry: entry.path):
+        params[path] = _assemble(shapes[path], shardings[path], list(group), tensors)
+    for path in shapes.keys() - params.keys():
+        assert path in (('value',), ('reward',)), path
+        params[path] = jax.device_put(
+            np.zeros(shapes[path].shape, shapes[path].dtype), shardings[path]
+        )
+    return traverse_util.unflatten_dict(params)
+
+
+def _default_device() -> Any:
+    (device,) = jnp.zeros(()).devices()
+    return device
+
+
+def _flat(tree: Any) -> dict[tuple[str, ...], Any]:
+    return cast(dict[tuple[str, ...], Any], traverse_util.flatten_dict(tree))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(stacked: jax.Array, part: jax.Array, index: tuple[Any, ...]) -> jax.Array:
+    """`stacked` with `part` at the leading `index`, in place."""
+    part = part.reshape((1,) * len(index) + part.shape)
+    return jax.lax.dynamic_update_slice(stacked, part, (*index, *(0,) * (part.ndim - len(index))))
+
+
+def _assemble(
+    shape: Any, sharding: Any, parts: list[Entry], tensors: Mapping[str, FileTensor]
+) -> jax.Array:
+    """One parameter from its parts, each device's shard filled part by part."""
+    dtype, lead = np.dtype(shape.dtype), len(parts[0].index)
+    where = sharding.addressable_devices_indices_map(shape.shape)
+    where = {device: _spans(index, shape.shape) for device, index in where.items()}
+    shards: dict[Any, jax.Array] = {}
+    for part in parts:
+        held: dict[Any, np.ndarray] = {}  # devices that hold the same slice read it once
+        for device, spans in where.items():
+            inside = all(a <= i < b for i, (a, b) in zip(part.index, spans, strict=False))
+            if not inside:
+                continue
+            cut = tuple(spans[lead:])
+            if cut not in held:
+                index = tuple(slice(a, b) for a, b in cut)
+                held[cut] = read(tensors[part.name], part.how, index, dtype)
+            if not lead:
+                shards[device] = jax.device_put(held[cut], device)
+                continue
+            if device not in shards:
+                with jax.default_device(device):
+                    shards[device] = jnp.zeros([b - a for a, b in spans], dtype)
+            at = tuple(i - a for i, (a, _) in zip(part.index, spans, strict=False))
+            shards[device] = _insert(shards[device], jax.device_put(held[cut], device), at)
+    return jax.make_array_from_single_device_arrays(shape.shape, sharding, list(shards.values()))
+
+
+def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+
+
+def save(
+    model: Model, params: Params, folder: str | pathlib.Path, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a Hugging Face folder: config.json, safetensors and, where there is one, tokenizer.
+
+    `load` of it gives the same bits. Tensors are fetched and written one at a time; more than
+    `shard_bytes` of them become several files and an index. With several processes the first one
+    writes, to a folder that it can reach. A model that no Hugging Face family can express (shared
+    experts, sigmoid routing) is written with model_type 'policyopt'.
+    """
+    folder, config = pathlib.Path(folder), model.config
+    flat = _flat(params)
+    wanted = _flat(model.shapes())
+    for path in sorted(set(flat) ^ set(wanted)):
+        raise ValueError(f'params and the model differ in {".".join(path)!r}')
+    dtypes = {path: np.dtype(leaf.dtype) for path, leaf in flat.items()}
+    listed = list(entries(config, hf.family_of(config)))
+    stream = _fetch(flat, listed)
+    if jax.process_index():
+        for _ in stream:  # every process takes part in gathering
+            pass
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'config.json').write_text(json.dumps(hf.write_config(config), indent=2) + '\n')
+    shapes = {entry.name: (entry.how.file, dtypes[entry.path]) for entry in listed}
+    write_safetensors(folder, shapes, stream, shard_bytes)
+    if hasattr(model.tokenizer, 'save'):
+        model.tokenizer.save(folder)
+
+
+def _fetch(
+    flat: Mapping[tuple[str, ...], jax.Array], listed: list[Entry]
+) -> Iterable[tuple[str, np.ndarray]]:
+    for entry in listed:
+        part = flat[entry.path][entry.index] if entry.index else flat[entry.path]
+        if not part.is_fully_addressable:
+            part = multihost_utils.process_allgather(part, tiled=True)
+        yield entry.name, to_file(np.asarray(part), entry.how)
