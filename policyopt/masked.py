@@ -1,7 +1,6 @@
 """Masked, segment and group reductions: NaN-safe, on arrays of shape [B,T] and [B].
 
-Beside them stand the scalar functions that loss parts share: `bounded_exp`, `bounded_expm1` and
-`clip_stops`.
+Beside them stand the scalar functions that loss parts and diagnostics share.
 
 A mask multiplication never removes a NaN, so everything here selects with `where` first. `mask`
 may be bool, integer or floating; nonzero means "counts".
@@ -18,6 +17,7 @@ from policyopt.types import Array
 # exp above this many nats is continued by its tangent: values and gradients of any log-ratio that
 # training can meet stay finite in float32, and no gradient is silently cut to zero.
 LOG_BOUND = 60.0
+EXTREME = 20.0  # nats; a ratio beyond exp(+-20) says only that two policies no longer agree
 
 
 def bounded_exp(x: Array) -> Array:
@@ -28,6 +28,14 @@ def bounded_exp(x: Array) -> Array:
 def bounded_expm1(x: Array) -> Array:
     """bounded_exp(x) - 1 without the cancellation near 0."""
     return jnp.expm1(jnp.minimum(x, LOG_BOUND)) + jnp.exp(LOG_BOUND) * jnp.maximum(x - LOG_BOUND, 0)
+
+
+def exp_excess(x: Array) -> Array:
+    """exp(x) - 1 - x, at least 0, accurate about 0 and bounded as `bounded_exp` is."""
+    tiny = jnp.abs(x) < 0.02  # there expm1(x) - x cancels; the series is off by 1e-14
+    small = jnp.where(tiny, x, 0)
+    series = 1 + small / 3 * (1 + small / 4 * (1 + small / 5 * (1 + small / 6 * (1 + small / 7))))
+    return jnp.where(tiny, small**2 / 2 * series, bounded_expm1(x) - x)
 
 
 def select(mask: Array, x: Array) -> Array:

@@ -26,7 +26,8 @@ from tests.batches import (
 every_algorithm = pytest.mark.parametrize('name', ALGORITHMS)
 seeds = st.integers(0, 2**31 - 1)
 AGGREGATE = {  # how each algorithm weighs its tokens
-    'token_mean': 'cispo dapo magistral ppo_clip ppo_penalty reinforce reinforce_pp trpo vapo vc_ppo',
+    'token_mean': 'cispo dapo magistral ppo_clip ppo_penalty reinforce reinforce_pp trpo '
+    'vapo vc_ppo',
     'sequence_mean': 'deepseek_v32 gmpo grpo gspo gspo_step gspo_token gspo_turn sapo',
     'sequence_sum': 'minirl rloo',
     'constant_length': 'dr_grpo',
@@ -278,7 +279,7 @@ def test_importance_corrections_go_with_any(name, correction):
     _, grads = value_and_grads(alg, jax.tree.map(jnp.asarray, inputs), weights)
     rho = np.exp(arrays['logp_old'] - arrays['logp_behavior'])
     weight = (
-        np.minimum(rho, 1.5) if correction == 'truncated' else rho * (0.8 <= rho) * (rho <= 1.5)
+        np.minimum(rho, 1.5) if correction == 'truncated' else rho * (rho >= 0.8) * (rho <= 1.5)
     )
     if name == 'minirl':
         weight = weight * rho

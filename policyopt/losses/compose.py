@@ -29,7 +29,6 @@ from policyopt.types import (
 
 _OPTIONAL = ('logp_behavior', 'logp_ref', 'entropy', 'values', 'values_old', 'returns')
 _FLOATS = ('logp_new', 'logp_old', 'advantages', *_OPTIONAL)
-EXTREME = 20.0  # nats; beyond it a ratio says only that the batch is stale
 
 
 class Adaptive(NamedTuple):
@@ -204,7 +203,7 @@ def _policy_metrics(
     return {
         'objective': Mean.of(gated, mask),
         'ratio': Mean.of(masked.bounded_exp(log_ratio), mask),
-        'extreme': Mean.of(jnp.abs(log_ratio) >= EXTREME, mask),
+        'extreme': Mean.of(jnp.abs(log_ratio) >= masked.EXTREME, mask),
         'frozen': Mean.of(frozen, active),
         'frozen_high': Mean.of(frozen & (advantages > 0), active),
         'frozen_low': Mean.of(frozen & (advantages < 0), active),

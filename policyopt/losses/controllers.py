@@ -38,7 +38,7 @@ def _read(metrics: Metrics, name: str) -> Array:
     return metrics[name].value
 
 
-def doubling_kl(init: float = 1.0, target: float = 0.01, metric: str = 'kl/old') -> Controller:
+def doubling_kl(init: float = 1.0, target: float = 0.01, metric: str = 'kl_old/k3') -> Controller:
     """KL < target/1.5 halves the coefficient, KL > 1.5 target doubles it (PPO 1707.06347).
 
     Args:
@@ -59,7 +59,7 @@ def doubling_kl(init: float = 1.0, target: float = 0.01, metric: str = 'kl/old')
 
 
 def proportional_kl(
-    init: float, target: float, rate: float = 0.1, metric: str = 'kl/ref_k3'
+    init: float, target: float, rate: float = 0.1, metric: str = 'kl_reference/k3'
 ) -> Controller:
     """value * (1 + rate clip(KL/target - 1, -.2, .2)) (1909.08593).
 

@@ -20,17 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyopt.masked import (
+    EXTREME,
     bounded_exp,
-    bounded_expm1,
     count,
+    exp_excess,
     row_mean,
     row_sum,
     safe_divide,
     select,
 )
 from policyopt.types import Array, LossInputs, Mean, Metrics, require, struct
-
-EXTREME = 20.0  # nats; a ratio beyond exp(+-20) says only that two policies no longer agree
 
 _PER_OCTAVE = 16  # bins between two powers of 2, equally wide
 _LOW, _HIGH = -20, 7  # the bins of a side cover 2^-20 = 9.5e-7 to 2^7 = 128
@@ -173,14 +172,6 @@ class EffectiveSampleSize:
             log_sum_square=together(self.log_sum_square, other.log_sum_square),
             count=n,
         )
-
-
-def exp_excess(x: Array) -> Array:
-    """exp(x) - 1 - x, at least 0, accurate about 0 and bounded as `masked.bounded_exp` is."""
-    tiny = jnp.abs(x) < 0.02  # there expm1(x) - x cancels; the series is off by 1e-14
-    small = jnp.where(tiny, x, 0)
-    series = 1 + small / 3 * (1 + small / 4 * (1 + small / 5 * (1 + small / 6 * (1 + small / 7))))
-    return jnp.where(tiny, small**2 / 2 * series, bounded_expm1(x) - x)
 
 
 def kl_estimates(logp: Array, logp_other: Array, mask: Array, log_weight: Any = None) -> Metrics:

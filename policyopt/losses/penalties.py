@@ -29,7 +29,7 @@ def k2(log_qp: Array) -> Array:
 
 def k3(log_qp: Array) -> Array:
     """q/p - log(q/p) - 1: unbiased, never negative; its gradient is that of the forward KL."""
-    return masked.bounded_expm1(log_qp) - log_qp
+    return masked.exp_excess(log_qp)
 
 
 def weighted_k3(log_q: Array, log_p: Array, log_old: Array) -> Array:
@@ -41,7 +41,7 @@ def weighted_k3(log_q: Array, log_p: Array, log_old: Array) -> Array:
     """
     log_qp, w = log_q - log_p, masked.bounded_exp(log_p - log_old)
     far = log_qp > 1
-    near_term = jnp.expm1(jnp.where(far, 0, log_qp)) - jnp.where(far, 0, log_qp)
+    near_term = masked.exp_excess(jnp.where(far, 0, log_qp))
     far_term = masked.bounded_exp(log_q - log_old) - w * (1 + log_qp)
     return jnp.where(far, far_term, w * near_term)
 
