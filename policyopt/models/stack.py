@@ -49,12 +49,15 @@ def segments(kinds: tuple[str, ...]) -> tuple[Segment, ...]:
 
 
 def _cut(tree: Any, start: int, repeats: int, count: int) -> Any:
-    """Entries from `start` on of each array's first axis, as [repeats, count, ...]."""
+    """Entries from `start` on of each array's first axis, as [repeats, count, ...].
+
+    With a count of 1, [repeats, ...]: a reshape before the loop would copy every weight.
+    """
 
     def one(x: Array) -> Array:
         whole = start == 0 and x.shape[0] == repeats * count
         x = x if whole else jax.lax.slice_in_dim(x, start, start + repeats * count)
-        return x.reshape(repeats, count, *x.shape[1:])
+        return x if count == 1 else x.reshape(repeats, count, *x.shape[1:])
 
     return jax.tree.map(one, tree)
 
@@ -98,7 +101,9 @@ def run(
             seen = dict.fromkeys(pattern, 0)
             out: dict[str, list[Any]] = {kind: [] for kind in seen}
             for step, kind in enumerate(pattern):
-                own, more = jax.tree.map(lambda x, i=seen[kind]: x[i], entries[kind])
+                own, more = entries[kind]
+                if pattern.count(kind) > 1:
+                    own, more = jax.tree.map(lambda x, i=seen[kind]: x[i], (own, more))
                 carry, record = layer(kind, start + step, carry, own, more)
                 out[kind].append(record)
                 seen[kind] += 1
