@@ -1,0 +1,49 @@
+"""A character-level tokenizer for tasks whose text uses a handful of symbols."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class CharTokenizer:
+    """One id per character, after the padding and end-of-sequence ids; hashable.
+
+    Attributes:
+      characters: the alphabet, each character once; the id of `characters[i]` is `i + 2`.
+      pad_id: fills rows past their length. It carries no meaning: masks come from lengths.
+      eos_id: ends an answer.
+    """
+
+    characters: str
+    pad_id: int = 0
+    eos_id: int = 1
+
+    def __post_init__(self):
+        if len(set(self.characters)) != len(self.characters):
+            raise ValueError(f'characters repeat in {self.characters!r}')
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: the alphabet, padding and end of sequence."""
+        return len(self.characters) + 2
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without end of sequence; ValueError on a character not in the alphabet."""
+        ids = [self.characters.find(c) + 2 for c in text]
+        if 1 in ids:
+            at = ids.index(1)
+            raise ValueError(
+                f'character {text[at]!r} at {at} of {text!r} is not in {self.characters!r}'
+            )
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; padding and end of sequence become nothing."""
+        return ''.join(self.characters[i - 2] for i in map(int, ids) if i >= 2)
+
+
+def arithmetic_tokenizer() -> CharTokenizer:
+    """Digits and the signs of compact arithmetic: 16 ids."""
+    return CharTokenizer('0123456789+-*=')

@@ -1,0 +1,5 @@
+"""Rewards: functions from answers to one scalar per row."""
+
+from policyopt.rewards.graded import Judge, graded
+
+__all__ = ['Judge', 'graded']

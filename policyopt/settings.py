@@ -1,0 +1,78 @@
+"""Configuration read into frozen dataclasses: unknown names and wrong types fail at the start."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from policyopt import checks
+
+T = TypeVar('T')
+
+
+def check_names(where: str, names: Iterable[str], legal: Iterable[str]) -> None:
+    """Raise ValueError for the first name that is not legal, with the nearest legal spelling."""
+    legal = sorted(legal)
+    for name in names:
+        if name not in legal:
+            raise ValueError(f'{where} has no `{name}`.{checks.nearest(str(name), legal)}')
+
+
+def read(cls: type[T], values: Mapping[str, Any], where: str = 'config') -> T:
+    """Build the dataclass `cls` from a mapping, with nested dataclasses from nested mappings.
+
+    Every value must have the type of its field: int passes for float, lists pass for tuples, and
+    nothing else is converted. Raises ValueError naming the field, its value and what is legal.
+    """
+    fields: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    check_names(where, values, fields)
+    hints = typing.get_type_hints(cls)
+    made = {}
+    for name, field in fields.items():
+        if name in values:
+            made[name] = _convert(values[name], hints[name], f'{where}.{name}')
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f'{where}.{name} is missing')
+    return cls(**made)
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        if not isinstance(value, collections.abc.Mapping):
+            raise ValueError(f'{where} is {value!r}; legal is a section of settings')
+        return read(hint, value, where)
+    if hint is Any:
+        return value
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        for option in args:
+            try:
+                return _convert(value, option, where)
+            except ValueError:
+                continue
+    elif hint is types.NoneType:
+        if value is None:
+            return None
+    elif origin is typing.Literal:
+        if value in args:
+            return value
+        raise ValueError(f'{where} is {value!r}; legal: {", ".join(map(repr, args))}')
+    elif origin is tuple and isinstance(value, (list, tuple)):
+        if args[-1] is Ellipsis:
+            return tuple(_convert(v, args[0], where) for v in value)
+        if len(value) == len(args):
+            return tuple(_convert(v, a, where) for v, a in zip(value, args, strict=True))
+    elif origin is collections.abc.Mapping and isinstance(value, collections.abc.Mapping):
+        return dict(value)
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(hint, type) and type(value) is hint:
+        return value
+    name = getattr(hint, '__name__', None) if origin is None else None
+    raise ValueError(f'{where} is {value!r}; legal is {name or hint}')
