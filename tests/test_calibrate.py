@@ -22,7 +22,7 @@ def _batch(excess, advantages, lengths=None, width=4, **fields):
     }
 
 
-HIGH, LOW = [0.03, 0.01, 0.05, 0.02, 0.04], [0.3, 0.1, 0.2]
+HIGH, LOW = [0.031, 0.01, 0.05, 0.02, 0.04], [0.3, 0.1, 0.2]
 
 
 def _by_hand():
@@ -41,12 +41,12 @@ def test_quantiles_by_hand_at_sequence_level():
     np.testing.assert_allclose(found.low.eps, 0.2 + 0.8 * 0.1)
     assert (found.high.responses, found.low.responses, found.rows) == (5, 3, 9)
     found = calibrate.epsilon(_by_hand(), quantile=0.5)
-    np.testing.assert_allclose((found.low.eps, found.high.eps), (0.2, 0.03))
+    np.testing.assert_allclose((found.low.eps, found.high.eps), (0.2, 0.031))
 
 
 def test_rates_by_hand_at_sequence_level():
     found = calibrate.epsilon(_by_hand())
-    # above .025 on the high side: rows of .03, .05, .04, with 4, 2 and 3 of 14 tokens
+    # above .025 on the high side: rows of .031, .05, .04, with 4, 2 and 3 of 14 tokens
     np.testing.assert_allclose(found.high.rate(0.025), 3 / 5)
     np.testing.assert_allclose(found.high.rate(0.025, 'token'), 9 / 14)
     # above .15 on the low side: .3 and .2, with 1 and 2 of 7 tokens
@@ -54,6 +54,12 @@ def test_rates_by_hand_at_sequence_level():
     np.testing.assert_allclose(found.low.rate([0.15, 0.5, 1e-6], 'token'), [3 / 7, 0, 1])
     # At the suggestion, the share q is clipped (here as near as 5 values allow).
     np.testing.assert_allclose(found.high.rate(found.high.eps), 1 / 5)
+
+
+def test_a_ratio_on_the_bound_is_not_clipped():
+    excess, ones = np.array([-0.5, 0.25, 0.5]), np.ones(3)
+    side = calibrate.Side(0.25, 0.25, (0.25, 0.5), 3, excess, ones, ones)
+    np.testing.assert_allclose(side.rate([0.2, 0.25, 0.5, 0.6]), [2 / 3, 1 / 3, 0, 0])
 
 
 def test_quantiles_and_rates_by_hand_at_token_level():
@@ -319,9 +325,9 @@ def test_command_prints_suggestion_rates_group_size_and_warnings(tmp_path, capsy
     assert '9 rows used' in out and 'clips 50% of each side' in out
     lines = [line.replace('│', ' ').split() for line in out.splitlines()]
     assert ['sequence', 'eps_low', '3', '0.2'] in [line[:4] for line in lines]
-    assert ['sequence', 'eps_high', '5', '0.03'] in [line[:4] for line in lines]
-    # eps .03: of the high side .05 and .04, with 5 of 14 tokens; of the low side all
-    assert ['0.03', '100.0%', '40.0%', '100.0%', '35.7%'] in lines
+    assert ['sequence', 'eps_high', '5', '0.031'] in [line[:4] for line in lines]
+    # eps .03: of the high side .031, .05, .04, with 9 of 14 tokens; of the low side all
+    assert ['0.03', '100.0%', '60.0%', '100.0%', '64.3%'] in lines
     assert '4 is the smallest with at most 0.2' in out  # two prompts at .5: 2^(1-4) = .125
     assert 'warning: sequence: eps_low: 3 responses with A < 0, below 10: noisy' in out
 

@@ -275,10 +275,12 @@ class VariantsTest(chex.TestCase):
         assert metrics['trust_region/nonfinite'].value == 0
 
 
-def test_one_product_of_conjugate_gradient_is_steepest_descent():
+def test_conjugate_gradient_by_hand():
     matrix, b = np.diag([1.0, 4.0]).astype(np.float32), np.float32([1, 1])
     got = trust_region.conjugate_gradient(lambda v: matrix @ v, jnp.asarray(b), 1, 0.0)
     np.testing.assert_allclose(got, [2 / 5, 2 / 5], rtol=1e-6)  # b'b / b'Ab = 2 / 5
+    got = trust_region.conjugate_gradient(lambda v: matrix @ v, jnp.asarray(b), 2, 0.0)
+    np.testing.assert_allclose(got, [1, 1 / 4], rtol=1e-5)  # exact after two products
 
 
 def test_conjugate_gradient_stops_on_no_curvature_and_on_nan():
