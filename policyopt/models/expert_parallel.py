@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from policyopt.models import grouped_matmul as gm
 from policyopt.models.moe import check_params, choose_backend, finish, moe_layer
-from policyopt.models.router import MoEConfig, Routes, RouterStats, route
+from policyopt.models.router import MoEConfig, RouterStats, Routes, route
 from policyopt.sharding import DEFAULT_RULES, Rules
 from policyopt.types import Array
 
@@ -93,12 +93,11 @@ def moe_layer_sharded(
     if not tokens + experts + mlp:
         return moe_layer(x, params, config, valid=valid, routing=routing, backend=backend)
     local = _local_layer(config, choose_backend(backend), tokens, experts, mlp)
-    by_token, whole = P(tokens or None), P()
-    by_expert = P(experts or None, None, mlp or None)
-    in_specs = (
-        *(by_token, whole, whole, by_expert, by_expert, P(experts or None, mlp or None)),
-        *(by_token, by_token),
-    )
+    by_token: Any = P(tokens or None)
+    by_expert: Any = P(experts or None, None, mlp or None)
+    whole: Any = P()
+    down: Any = P(experts or None, mlp or None)
+    in_specs = (by_token, whole, whole, by_expert, by_expert, down, by_token, by_token)
     out_specs = (by_token, Routes(by_token, by_token, RouterStats(*[whole] * 7)))
     routed, routes = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(
         x,
@@ -130,9 +129,12 @@ def _local_layer(config: MoEConfig, backend: str, tokens: Axes, experts: Axes, m
             x, ids, weights = jax.lax.all_gather((x, ids, weights), gathered, tiled=True)
         if experts:
             ids = ids - jax.lax.axis_index(experts) * gate.shape[0]
+        gate, up, down = vary((gate, up, down), experts + mlp)
         y = gm.grouped_swiglu(
             vary(x, tokens),
-            *vary((gate, up, down), experts + mlp),
+            gate,
+            up,
+            down,
             vary(ids, tokens + experts),
             vary(weights, tokens),
             backend=backend,
