@@ -98,7 +98,7 @@ def test_masked_weight_has_the_gradient_of_clipped():
 
 @pytest.mark.parametrize('seed', range(4))
 def test_gspo_equals_gspo_token_for_row_constant_advantages(seed):
-    arrays = random_arrays(seed, drift=0.05)
+    arrays = random_arrays(seed, rows=24, drift=0.05)
     one, two = po.algorithms.gspo(5e-3, 6e-3), po.algorithms.gspo_token(5e-3, 6e-3)
     loss, grad, metrics = loss_and_grad(one, arrays)
     loss2, grad2, metrics2 = loss_and_grad(two, arrays)
