@@ -73,8 +73,8 @@ def _check_slot(slot: str, part: Any) -> None:
     found = getattr(part, 'slot', slot)
     if not (callable(part) or isinstance(part, Adaptive)) or found != slot:
         shown = getattr(part, '__name__', repr(part))
-        kind = f'a {found}' if found != slot else 'not a function'
-        raise TypeError(f'{slot}={shown}: {kind}; a {slot} belongs here')
+        kind = f'part of slot {found!r}' if found != slot else 'not a function'
+        raise TypeError(f'{slot}={shown}: {kind}')
     if inspect.isfunction(part) and hasattr(part, '__wrapped__'):
         raise TypeError(f'{slot}={part.__name__}: call it, as in `{part.__name__}(...)`')
 
