@@ -151,18 +151,33 @@ def param_shardings(axes: Any, shapes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
     return jax.tree_util.tree_map_with_path(one, shapes, axes)
 
 
-def constrain(x: jax.Array, axes: Sequence[str | None], rules: Rules = DEFAULT_RULES) -> jax.Array:
-    """x with its sharding pinned to the rules on the ambient mesh (`jax.set_mesh`), under jit.
+def mesh_spec(
+    axes: Sequence[str | None], shape: Sequence[int], rules: Rules
+) -> PartitionSpec | None:
+    """PartitionSpec of an array on the ambient mesh (`jax.set_mesh`), None where nothing is split.
 
-    Without a mesh it is x. A dimension that does not divide by its mesh axes is not split: rows of
-    a short last batch are replicated rather than refused. Also the cotangent of x is pinned.
+    A dimension that does not divide by its mesh axes is not split: the rows of a short last batch
+    are replicated rather than refused.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or all(size == 1 for size in mesh.shape.values()):
-        return x
+    sizes = dict(mesh.shape)
+    if all(size == 1 for size in sizes.values()):
+        return None
     fits = []
-    for size, name in zip(x.shape, axes, strict=True):
+    for size, name in zip(shape, axes, strict=True):
         alone = partition_spec((name,), rules, mesh)
-        whole = not len(alone) or size % _split(alone[0], dict(mesh.shape)) == 0
+        whole = not len(alone) or size % _split(alone[0], sizes) == 0
         fits.append(name if whole else None)
-    return jax.lax.with_sharding_constraint(x, partition_spec(fits, rules, mesh))
+    spec = partition_spec(fits, rules, mesh)
+    return spec if len(spec) else None
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None], rules: Rules = DEFAULT_RULES) -> jax.Array:
+    """x with its sharding pinned to the rules on the ambient mesh, under jit.
+
+    Without a mesh it is x. Also the cotangent of x is pinned.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    spec = mesh_spec(axes, x.shape, rules)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec() if spec is None else spec)

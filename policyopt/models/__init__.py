@@ -1,6 +1,5 @@
 """Decoders as pure functions of a params dict: dense and MoE, cached and uncached."""
 
-from policyopt.models.attention import attention
 from policyopt.models.cache import Cache
 from policyopt.models.config import ModelConfig, RopeScaling
 from policyopt.models.loading import load, save
@@ -15,7 +14,6 @@ __all__ = [
     'Output',
     'RopeScaling',
     'Tokenizer',
-    'attention',
     'build',
     'load',
     'save',

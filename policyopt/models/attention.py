@@ -1,68 +1,41 @@
-"""Causal grouped-query attention: one function, backends by name."""
+"""Causal grouped-query attention: one function, exact, backends by name.
+
+    out[t] = sum_s p[t,s] v[s],   p[t] = softmax(q[t] k[s] / sqrt(hd)) over the keys s <= t in sight
+
+blocked: query blocks that each see only their own prefix of the keys, as matmuls batched over rows
+    and key heads. No custom kernel, so it runs anywhere; the default on CPU.
+splash: the kernel that jax ships for TPU; the default there.
+cudnn, xla: `jax.nn.dot_product_attention`; cudnn is the default on GPU in half precision ('blocked'
+    in float32, which cudnn does not take). xla holds all scores at once.
+"""
 
 from __future__ import annotations
+
+import functools
+import math
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from policyopt.models.config import ATTENTION, one_of
+from policyopt.sharding import DEFAULT_RULES, Rules, mesh_spec
 from policyopt.types import Array
 
-BLOCK = 128  # query rows of one block
+ROWS = 64  # a query block of 'blocked' is a multiple of this
+BLOCKS = 8  # and there are at most this many, of different widths, for compile time's sake
+SAVED = 512  # up to this many queries the backward pass keeps the probabilities
+LOOPED = 256  # a wider block is a loop over this many queries at a time
+LANES = 128  # splash works on multiples of this
 
 
-def _softmax_values(scores: Array, mask: Array | None, values: Array, precision) -> Array:
-    """softmax(scores) @ values with the division after the product: it is the smaller array."""
-    if mask is not None:
-        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum(
-        'bkqs,bksd->bkqd',
-        weights.astype(values.dtype),
-        values,
-        precision=precision,
-        preferred_element_type=scores.dtype,
-    )
-    return out / total
-
-
-def _blocked(q, k, v, *, valid, segments, offset, precision):
-    rows, length, heads, width = q.shape
-    size, groups = k.shape[1], k.shape[2]
-    q = q.reshape(rows, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    outs = []
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
-        seen = stop if offset is None else size
-        queries = q[:, :, :, start:stop].reshape(rows, groups, -1, width)
-        scores = jnp.einsum(
-            'bkqd,bksd->bkqs',
-            queries,
-            k[:, :, :seen],
-            precision=precision,
-            preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),
-        ) * (width**-0.5)
-        at = jnp.arange(start, stop)[None]
-        if offset is not None:
-            at = at + offset[:, None]
-        mask = jnp.arange(seen)[None, None] <= at[:, :, None]
-        if valid is not None:
-            mask &= valid[:, None, :seen]
-        if segments is not None:
-            mask &= segments[:, start:stop, None] == segments[:, None, :seen]
-        scores = scores.reshape(rows, groups, heads // groups, stop - start, seen)
-        scores = jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
-        scores = scores.reshape(rows, groups, -1, seen)
-        outs.append(
-            _softmax_values(scores, None, v[:, :, :seen], precision)
-            .reshape(rows, groups, heads // groups, stop - start, width)
-            .astype(q.dtype)
-        )
-    out = jnp.concatenate(outs, axis=3) if len(outs) > 1 else outs[0]
-    return out.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
+def default_backend(dtype: Any) -> str:
+    """Backend for whole sequences on this platform."""
+    platform = jax.default_backend()
+    if platform == 'gpu' and jnp.dtype(dtype).itemsize == 2:
+        return 'cudnn'
+    return 'splash' if platform == 'tpu' else 'blocked'
 
 
 def attention(
@@ -75,21 +48,174 @@ def attention(
     offset: Array | None = None,
     backend: str = 'auto',
     precision: jax.lax.Precision = jax.lax.Precision.HIGHEST,
+    rules: Rules = DEFAULT_RULES,
 ) -> Array:
-    """Causal softmax attention, softmax in float32 at least: out[t] = sum_s p[t,s] v[s].
+    """Causal softmax attention; scores and softmax in float32 at least.
 
     Args:
       q: [B,T,H,hd].
       k, v: [B,S,KV,hd], KV dividing H; S == T unless `offset` is given.
       valid: [B,S] bool, keys that may be seen.
-      segments: [B,T] int, a query sees keys of its own segment; only without `offset`.
-      offset: [B] int, query t of row b stands at position offset[b] + t of the keys (a cache).
-      backend: by name.
+      segments: [B,T] int, a query sees keys of its own segment only; not with `offset`.
+      offset: [B] int, query t of row b stands at position offset[b] + t of the keys (a cache). The
+        kernels for whole sequences can't: 'auto', 'splash' and 'cudnn' then mean 'blocked'.
+      backend: 'auto', 'blocked', 'splash', 'cudnn' or 'xla'.
       precision: of the two matmuls.
+      rules: mesh axes of 'batch' and 'heads', which 'splash' needs to be told.
 
     Returns:
-      [B,T,H,hd] in q's dtype. A query that sees no key gets the mean of the values.
+      [B,T,H,hd] in q's dtype. What stands at queries that are not valid themselves is finite and
+      otherwise up to the backend.
     """
     chex.assert_rank([q, k, v], 4)
-    del backend
-    return _blocked(q, k, v, valid=valid, segments=segments, offset=offset, precision=precision)
+    chex.assert_equal_shape([k, v])
+    one_of('attention', backend, ATTENTION)
+    if offset is not None and segments is not None:
+        raise ValueError('attention takes segments or offset, not both')
+    if offset is not None:
+        backend = 'xla' if backend == 'xla' else 'blocked'
+    elif backend == 'auto':
+        backend = default_backend(q.dtype)
+    if backend == 'splash':
+        return _splash(q, k, v, valid, segments, precision, rules)
+    if backend == 'blocked':
+        return _blocked(q, k, v, valid, segments, offset, precision)
+    return _library(q, k, v, valid, segments, offset, precision, backend)
+
+
+def _mask(
+    at: Array, seen: int, valid: Array | None, own: Array | None, segments: Array | None
+) -> Array:
+    """[B or 1, queries, seen] bool: key s is at or before `at`, valid, of the query's segment."""
+    mask = jnp.arange(seen) <= at[:, :, None]
+    if valid is not None:
+        mask &= valid[:, None, :seen] != 0
+    if own is not None and segments is not None:
+        mask &= own[:, :, None] == segments[:, None, :seen]
+    return mask
+
+
+def _attend(q: Array, k: Array, v: Array, mask: Array, precision: Any) -> Array:
+    """One block: q [B,KV,n*G,hd] with the G queries of a position together, mask [B or 1,n,S]."""
+    rows, groups, queries, width = q.shape
+    count, seen = mask.shape[1:]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=wide)
+    scores = product('bkqd,bksd->bkqs', q, k) * width**-0.5
+    scores = scores.reshape(rows, groups, count, queries // count, seen)
+    scores = jnp.where(mask[:, None, :, None], scores, jnp.finfo(wide).min)
+    scores = scores.reshape(rows, groups, queries, seen)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    # Dividing after the product: it is the smaller array.
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return (product('bkqs,bksd->bkqd', weights.astype(v.dtype), v) / total).astype(q.dtype)
+
+
+def _blocked(q, k, v, valid, segments, offset, precision):
+    rows, length, heads, width = q.shape
+    size, groups = k.shape[1], k.shape[2]
+    per = heads // groups
+    q = q.reshape(rows, length, groups, per, width).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(rows, groups, length * per, width)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+    def block(start: Array | int, count: int, seen: int) -> Array:
+        at = start + jnp.arange(count)[None]
+        own = None
+        if offset is not None:
+            at = at + offset[:, None]
+        if segments is not None:
+            own = jax.lax.dynamic_slice_in_dim(segments, start, count, axis=1)
+        queries = jax.lax.dynamic_slice_in_dim(q, start * per, count * per, axis=2)
+        mask = _mask(at, seen, valid, own, segments)
+        return _attend(queries, k[:, :, :seen], v[:, :, :seen], mask, precision)
+
+    span = ROWS * math.ceil(length / (ROWS * BLOCKS))
+    out = []
+    for start in range(0, length, span):
+        count = min(span, length - start)
+        seen = size if offset is not None else start + count
+        if length <= SAVED:
+            out.append(block(start, count, seen))
+        else:
+            out.extend(_loop(block, start, count, seen))
+    joined = jnp.concatenate(out, axis=2) if len(out) > 1 else out[0]
+    joined = joined.reshape(rows, groups, length, per, width).transpose(0, 2, 1, 3, 4)
+    return joined.reshape(rows, length, heads, width)
+
+
+def _loop(block: Any, start: int, count: int, seen: int) -> list[Array]:
+    """A wide block, LOOPED queries at a time, each computed again in the backward pass."""
+    whole, rest = divmod(count, LOOPED)
+    out = []
+    if whole:
+        body = jax.checkpoint(lambda at: block(at, LOOPED, seen), prevent_cse=False)
+        parts = jax.lax.map(body, start + LOOPED * jnp.arange(whole))  # [whole,B,KV,n*G,hd]
+        parts = jnp.moveaxis(parts, 0, 2)
+        out.append(parts.reshape(*parts.shape[:2], -1, parts.shape[-1]))
+    if rest:
+        last = start + count - rest
+        out.append(jax.checkpoint(lambda: block(last, rest, seen))())
+    return out
+
+
+def _library(q, k, v, valid, segments, offset, precision, implementation):
+    """`jax.nn.dot_product_attention`; padding, segments and offsets as an explicit mask."""
+    length, size = q.shape[1], k.shape[1]
+    mask = None
+    if valid is not None or segments is not None or offset is not None:
+        at = jnp.arange(length)[None]
+        at = at if offset is None else at + offset[:, None]
+        mask = _mask(at, size, valid, segments, segments)[:, None]
+    with jax.default_matmul_precision(precision.name.lower()):
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=mask is None, implementation=implementation
+        )
+
+
+def _splash(q, k, v, valid, segments, precision, rules):
+    """The kernel on each device's rows and heads, on sequences padded to a multiple of 128."""
+    rows, length, heads, width = q.shape
+    groups = k.shape[2]
+    padded = LANES * math.ceil(length / LANES)
+    short = ((0, 0), (0, padded - length))
+    ids = jnp.zeros((rows, length), jnp.int32) if segments is None else segments
+    if valid is not None:
+        # Padding is a segment of its own; no sequence has the smallest id.
+        ids = jnp.where(valid != 0, ids, jnp.iinfo(jnp.int32).min)
+    ids = jnp.pad(ids, short, constant_values=jnp.iinfo(jnp.int32).min)
+
+    def by_head(x: Array) -> Array:
+        return jnp.pad(x, (*short, (0, 0), (0, 0))).transpose(0, 2, 1, 3)
+
+    def local(q: Array, k: Array, v: Array, ids: Array) -> Array:
+        kernel = _kernel(q.shape[1], padded, jax.default_backend() != 'tpu')
+        return jax.vmap(kernel)(q, k, v, ids)
+
+    axes = mesh_spec(('batch', 'kv_heads'), (rows, groups), rules)
+    if axes is not None:
+        batch = jax.sharding.PartitionSpec(*axes[:1])
+        local = jax.shard_map(
+            local, in_specs=(axes, axes, axes, batch), out_specs=axes, check_vma=False
+        )
+    with jax.default_matmul_precision(precision.name.lower()):
+        scaled = by_head(q * jnp.asarray(width**-0.5, q.dtype))
+        out = local(scaled, by_head(k), by_head(v), ids)
+    return out.transpose(0, 2, 1, 3)[:, :length].astype(q.dtype)
+
+
+def _kernel(heads: int, length: int, interpret: bool) -> Any:
+    """Splash attention of one row: (q [H,T,hd], k, v [KV,T,hd], ids [T]) -> [H,T,hd]."""
+    # Only TPU runs need the kernel, and importing Pallas takes a second.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    size = next(n for n in (512, 256, LANES) if length % n == 0)
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
+        block_sizes=splash.BlockSizes(*[size] * 8),  # one size for every tile of every pass
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    return lambda q, k, v, ids: kernel(q, k, v, splash.SegmentIds(q=ids, kv=ids))

@@ -43,6 +43,13 @@ def write(cache: Array, layer: Array, at: Array, new: Array) -> Array:
     return cache.at[layer, rows, at].set(new.astype(cache.dtype), mode='drop', unique_indices=True)
 
 
+def read(cache: Array, layer: Array, size: int) -> Array:
+    """The first `size` positions of a layer: cache [L,B,S,KV,hd] -> [B,size,KV,hd]."""
+    _, rows, _, *rest = cache.shape
+    start = (layer, *(0,) * (cache.ndim - 1))
+    return jax.lax.dynamic_slice(cache, start, (1, rows, size, *rest))[0]
+
+
 def places(cache: Cache, count: Array, width: int) -> Array:
     """Positions [B,width] that new tokens take; past `count`, distinct positions out of range."""
     step = jnp.arange(width)[None]

@@ -14,7 +14,7 @@ from policyopt.sharding import nearest
 REMAT = ('none', 'full', 'dots')
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
 PRECISIONS = ('default', 'high', 'highest')
-ATTENTION = ('auto', 'blocked', 'xla', 'cudnn', 'splash', 'reference')
+ATTENTION = ('auto', 'blocked', 'splash', 'cudnn', 'xla')
 
 
 def one_of(field: str, value: Any, legal: tuple[str, ...]) -> None:

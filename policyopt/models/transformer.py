@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -13,7 +14,7 @@ from flax import nnx, traverse_util
 
 from policyopt.models import stack
 from policyopt.models.attention import attention
-from policyopt.models.cache import Cache, init_cache, places, write
+from policyopt.models.cache import Cache, init_cache, places, read, write
 from policyopt.models.config import ModelConfig
 from policyopt.models.layers import Block, Trunk, rms_norm, rope_table
 from policyopt.sharding import DEFAULT_RULES, Rules, constrain, make_rules
@@ -140,20 +141,11 @@ class Model:
         config = self.config
         if positions is None:
             positions = _positions(tokens, segments)
-        rope = rope_table(config, positions)
+        rope, attend = rope_table(config, positions), self._attention()
 
         def mix(layer, state, q, k, v):
             del layer
-            out = attention(
-                q,
-                k,
-                v,
-                valid=valid,
-                segments=segments,
-                backend=config.attention,
-                precision=config.lax_precision,
-            )
-            return out, state
+            return attend(q, k, v, valid=valid, segments=segments), state
 
         x = self._embed(params, tokens)
         x, _, routing, aux = self._layers(params, x, None, mix, rope, valid, routing)
@@ -223,18 +215,13 @@ class Model:
         config, width = self.config, tokens.shape[1]
         at = places(cache, count, width)
         rope = rope_table(config, cache.length[:, None] + jnp.arange(width)[None])
+        attend = self._attention()
         size = cache.k.shape[2] if bucket is None else min(bucket, cache.k.shape[2])
 
         def mix(layer, state, q, k, v):
             keys, values = write(state[0], layer, at, k), write(state[1], layer, at, v)
-            out = attention(
-                q,
-                jax.lax.dynamic_index_in_dim(keys[:, :, :size], layer, keepdims=False),
-                jax.lax.dynamic_index_in_dim(values[:, :, :size], layer, keepdims=False),
-                offset=cache.length,
-                precision=config.lax_precision,
-            )
-            return out, (keys, values)
+            seen = [read(x, layer, size) for x in (keys, values)]
+            return attend(q, *seen, offset=cache.length), (keys, values)
 
         valid = jnp.arange(width)[None] < count[:, None]
         x = self._embed(params, tokens)
@@ -247,6 +234,15 @@ class Model:
     def _embed(self, params: Params, tokens: Array) -> Array:
         x = params['embed'][tokens].astype(self.config.compute_dtype)
         return constrain(x, ACTIVATION, self.rules)
+
+    def _attention(self) -> Callable[..., Array]:
+        config = self.config
+        return functools.partial(
+            attention,
+            backend=config.attention,
+            precision=config.lax_precision,
+            rules=self.rules,
+        )
 
     def _scalar(self, params: Params, name: str, hidden: Array) -> Array:
         if name not in params:
