@@ -116,6 +116,7 @@ def make_learner(
     *,
     temperature: float = 1.0,
     microbatches: int = 1,
+    diagnose: Callable[[LossInputs], Metrics] = diagnostics.diagnose,
 ) -> Learner:
     """Bind an algorithm to a model and an optimizer.
 
@@ -130,6 +131,7 @@ def make_learner(
       optimizer: for gradient rules.
       temperature: that of the sampler; log-probs are scored under the distribution drawn from.
       microbatches: parts of a minibatch; they must divide its rows, and change memory only.
+      diagnose: LossInputs -> metrics beside those of the loss.
 
     Raises:
       ValueError: at construction for a temperature of 0, whose log-probs have no gradient; at the
@@ -151,7 +153,7 @@ def make_learner(
         scores = scoring.score(model, params, batch, temperature=temperature)
         inputs = loss_inputs(batch, scores, coefficients)
         out = algorithm.loss.apply(inputs, weights)
-        return out.loss, (out.metrics | diagnostics.diagnose(inputs), scores.logp_new)
+        return out.loss, (out.metrics | diagnose(inputs), scores.logp_new)
 
     def gradient_step(state: TrainState, parts: tuple[TokenBatch, Any]):
         def body(total, part):

@@ -76,3 +76,25 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return value
     name = getattr(hint, '__name__', None) if origin is None else None
     raise ValueError(f'{where} is {value!r}; legal is {name or hint}')
+
+
+def parse_argument(text: str | None, **defaults: str | int | float | bool) -> dict[str, Any]:
+    """The `name=value,name=value` behind the colon of --config=FILE:..., typed by the defaults.
+
+    Raises ValueError for an unknown name, with the nearest spelling, or a value of another type.
+    """
+    found: dict[str, Any] = dict(defaults)
+    for part in filter(None, (text or '').split(',')):
+        name, equals, value = (p.strip() for p in part.partition('='))
+        check_names('the argument of the config', [name], defaults)
+        kind = type(defaults[name])
+        try:
+            if kind is bool:
+                found[name] = {'': True, 'true': True, 'false': False}[value.lower()]
+            else:
+                found[name] = kind(value)
+        except (KeyError, ValueError):
+            raise ValueError(f'{name} is {value!r}; legal is {kind.__name__}') from None
+        if not equals and kind is not bool:
+            raise ValueError(f'{name} has no value; write {name}=VALUE')
+    return found

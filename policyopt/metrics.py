@@ -1,0 +1,146 @@
+"""What a run says of itself: numbers from metrics, a JSONL file, a live display, curves."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich import console as rich_console
+from rich import progress as rich_progress
+
+from policyopt.types import Metrics
+
+# What the live display shows: name of the metric, label, format.
+SHOWN = (
+    ('loss', 'loss', '.3f'),
+    ('reward', 'reward', '.3f'),
+    ('accuracy', 'accuracy', '.1%'),
+    ('held_out', 'held-out', '.1%'),
+    ('length', 'length', '.1f'),
+    ('policy/frozen', 'frozen', '.1%'),
+    ('kl_behavior/k3', 'KL', '.2g'),
+    ('entropy', 'entropy', '.2f'),
+    ('tokens_per_second', 'tokens/s', ',.0f'),
+)
+
+
+@jax.jit
+def _scalars(metrics: Metrics) -> dict[str, Any]:
+    numbers = {}
+    for name, metric in metrics.items():
+        if hasattr(metric, 'quantile'):
+            for q in (0.01, 0.5, 0.99):
+                numbers[f'{name}/p{round(100 * q)}'] = metric.quantile(q)
+        else:
+            numbers[name] = metric.value
+    return numbers
+
+
+def numbers(metrics: Metrics) -> dict[str, float]:
+    """Metrics as plain numbers: the value of each; of a histogram its 1, 50 and 99 % quantiles."""
+    return {name: float(x) for name, x in jax.device_get(_scalars(metrics)).items()}
+
+
+def append(path: Path, stage: str, step: int, values: Mapping[str, Any]) -> None:
+    """Append one record to a JSONL file; NaN and infinity, which JSON lacks, become null."""
+    clean = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+    }
+    with open(path, 'a', encoding='utf-8') as file:
+        file.write(json.dumps({'stage': stage, 'step': step, **clean}) + '\n')
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Records of a JSONL file."""
+    with open(path, encoding='utf-8') as file:
+        return [json.loads(line) for line in file]
+
+
+class Display:
+    """Progress of one stage: a live line in a terminal, a plain line now and then elsewhere.
+
+    Use it as a context manager and call `update` after each step.
+    """
+
+    def __init__(self, title: str, total: int, console: rich_console.Console | None = None):
+        self._title, self._total = title, total
+        self._console = console or rich_console.Console()
+        self._every = max(total // 20, 1)
+        self._start = time.monotonic()
+        self._live: rich_progress.Progress | None = None
+        if self._console.is_terminal:
+            self._live = rich_progress.Progress(
+                rich_progress.TextColumn('{task.description}'),
+                rich_progress.BarColumn(bar_width=20),
+                rich_progress.MofNCompleteColumn(),
+                rich_progress.TextColumn('{task.fields[shown]}'),
+                rich_progress.TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._live.add_task(title, total=total, shown='')
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the numbers of a step (counted from 1) that `SHOWN` names."""
+        shown = '  '.join(
+            f'{label} {values[name]:{form}}' for name, label, form in SHOWN if name in values
+        )
+        if self._live:
+            self._live.update(self._task, completed=step, shown=shown)
+        elif step == 1 or step % self._every == 0 or step == self._total:
+            left = (time.monotonic() - self._start) / step * (self._total - step)
+            clock = f'{int(left) // 60}:{int(left) % 60:02d} left'
+            print(f'{self._title} {step}/{self._total}  {shown}  {clock}', flush=True)
+
+
+def draw_curves(path: Path, records: Sequence[Mapping[str, Any]], title: str) -> bool:
+    """Draw accuracy, KL, frozen share and entropy of the RL steps into a PNG file.
+
+    Returns False, and draws nothing, where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no global state, no display
+    except ModuleNotFoundError:
+        return False
+    steps = [r for r in records if r['stage'] == 'rl']
+    tests = [r for r in records if r['stage'] == 'evaluation']
+    figure = Figure(figsize=(9, 6), layout='constrained')
+    figure.suptitle(title)
+    panels = figure.subplots(2, 2)
+    chosen = (
+        ('accuracy', 'accuracy'),
+        ('kl_behavior/k3', 'KL to the sampler (nats per token)'),
+        ('policy/frozen', 'share of tokens without gradient'),
+        ('entropy', 'entropy (nats per token)'),
+    )
+    for panel, (name, label) in zip(panels.flat, chosen, strict=True):
+        points = [(r['step'], r[name]) for r in steps if r.get(name) is not None]
+        panel.plot(
+            *zip(*points, strict=True) if points else ([], []), color='0.6', label='rollouts'
+        )
+        panel.set(xlabel='RL step', ylabel=label)
+    if tests:
+        value = [r['held_out'] for r in tests]
+        spread = [
+            [v - r['low'] for v, r in zip(value, tests, strict=True)],
+            [r['high'] - v for v, r in zip(value, tests, strict=True)],
+        ]
+        panels.flat[0].errorbar(
+            [r['step'] for r in tests], value, spread, fmt='o-', capsize=3, label='held-out'
+        )
+    panels.flat[0].legend()
+    figure.savefig(path, dpi=120)
+    return True
