@@ -15,12 +15,11 @@ setup(
     install_requires=[
         'absl-py>=2.1',
         'chex>=0.1.90',
-        'etils[epath]>=1.9',
         'flax>=0.12',
         'grain>=0.2.12',
-        'importlib_resources>=6.0',
         'jax>=0.10',
         'ml-collections>=1.0',
+        'ml_dtypes>=0.5',
         'numpy>=2.0',
         'optax>=0.2.5',
         'orbax-checkpoint>=0.11.30',
