@@ -35,6 +35,7 @@ setup(
             'hypothesis>=6.120',
             'pytest>=8.3',
             'pytest-xdist>=3.6',
+            'scipy>=1.13',
         ],
         'lint': ['pyright>=1.1.400', 'ruff>=0.12'],
     },
