@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import runpy
 
 import pytest
 
@@ -67,3 +68,10 @@ def test_named_files_exist():
             r'`((?:docs|tests|configs|policyopt)/[\w/.]+\.\w+)`', page.read_text()
         ):
             assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize(
+    'notebook', sorted((ROOT / 'notebooks').glob('*.py')), ids=lambda p: p.name
+)
+def test_notebooks_run(notebook):
+    runpy.run_path(str(notebook))
