@@ -182,6 +182,7 @@ def score_rows(
     Over rows.support where it is given, else over the vocabulary, or the `allowed` [V] part of it.
     """
     chex.assert_equal(rows.hidden.shape[-1], head.shape[1])
+    rows, head = jax.tree.map(jnp.asarray, (rows, head))
     if allowed is not None:
         allowed = jnp.asarray(allowed, bool)
         chex.assert_shape(allowed, head.shape[:1])
