@@ -9,9 +9,9 @@
 # %% [markdown]
 # # From a rollout to a gradient, by hand on four tokens
 #
-# Two answers to one prompt: the first right, in three tokens, the second wrong, in one. Every number
-# that a loss makes of them is computed here twice, once by the library and once in plain numpy.
-# Change the probabilities or the algorithm and run it again.
+# Two answers to one prompt: the first right, in three tokens, the second wrong, in one. Every
+# number that a loss makes of them is computed here twice, once by the library and once in plain
+# numpy. Change the probabilities or the algorithm and run it again.
 
 # %%
 import jax
@@ -88,5 +88,5 @@ np.testing.assert_allclose(gradients['gspo'], gspo, rtol=1e-4, atol=1e-6)
 gradients
 
 # %% [markdown]
-# The wrong answer's token fell by a factor .9 and is pushed further down. Lower `p_new[1, 0]` to .15:
-# the ratio falls below 1 - .2 and both algorithms let go of it.
+# The wrong answer's token fell by a factor .9 and is pushed further down. Lower `p_new[1, 0]` to
+# .15: the ratio falls below 1 - .2 and both algorithms let go of it.
