@@ -3,12 +3,14 @@
 from policyopt.models.cache import Cache
 from policyopt.models.config import ModelConfig, RopeScaling
 from policyopt.models.loading import load, save
+from policyopt.models.moe import MoEConfig
 from policyopt.models.tokenizer import Tokenizer
 from policyopt.models.transformer import Hidden, Model, Output, build
 
 __all__ = [
     'Cache',
     'Hidden',
+    'MoEConfig',
     'Model',
     'ModelConfig',
     'Output',

@@ -213,7 +213,14 @@ def _kernel(heads: int, length: int, interpret: bool) -> Any:
     size = next(n for n in (512, 256, LANES) if length % n == 0)
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
-        block_sizes=splash.BlockSizes(*[size] * 8),  # one size for every tile of every pass
+        block_sizes=splash.BlockSizes(
+            block_q=size,
+            block_kv=size,
+            block_q_dkv=size,
+            block_kv_dkv=size,
+            block_q_dq=size,
+            block_kv_dq=size,
+        ),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policyopt.models.config import ModelConfig
-from policyopt.models.moe import moe_layer
+from policyopt.models.expert_parallel import moe_layer_sharded
+from policyopt.sharding import DEFAULT_RULES, Rules
 from policyopt.types import Array
 
 Mix = Callable[[Array, Array, Array], Array]
@@ -158,7 +159,7 @@ class SharedExpert(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Parameters of a mixture-of-experts layer; `moe.moe_layer` is the layer."""
+    """Parameters of a mixture of experts; `expert_parallel.moe_layer_sharded` is the layer."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         moe, width, inner = config.moe, config.embed_dim, config.expert_dim
@@ -175,7 +176,9 @@ class MoE(nnx.Module):
             self.shared = SharedExpert(config, inner * moe.shared_experts, rngs)
         self.config = config
 
-    def __call__(self, x: Array, valid: Array | None, routing: Array | None) -> Any:
+    def __call__(
+        self, x: Array, valid: Array | None, routing: Array | None, rules: Rules
+    ) -> tuple[Array, Any]:
         """x [B,T,D], valid [B,T], routing [B,T,k] -> y [B,T,D], (routing [B,T,k], aux)."""
         rows, length, width = x.shape
         config, moe = self.config, self.config.moe
@@ -184,13 +187,14 @@ class MoE(nnx.Module):
         for name in ('gate', 'up', 'down', 'shared'):
             if name in params:
                 params[name] = jax.tree.map(lambda w: w.astype(config.compute_dtype), params[name])
-        y, used, aux = moe_layer(
+        y, used, aux = moe_layer_sharded(
             x.reshape(-1, width),
             params,
             moe,
             valid=None if valid is None else valid.reshape(-1),
             routing=None if routing is None else routing.reshape(-1, moe.top_k),
             backend=None if config.moe_backend == 'auto' else config.moe_backend,
+            rules=rules,
         )
         return y.reshape(x.shape), (used.reshape(rows, length, moe.top_k), aux)
 
@@ -212,14 +216,15 @@ class Block(nnx.Module):
         mix: Mix,
         valid: Array | None = None,
         routing: Array | None = None,
-    ) -> Any:
+        rules: Rules = DEFAULT_RULES,
+    ) -> tuple[Array, Any]:
         """x [B,T,D] -> [B,T,D], and (routing [B,T,k], aux) of a mixture or () of a dense layer."""
         eps = self.config.norm_eps
         x = x + self.attention(rms_norm(x, self.norm1[...], eps), rope, mix)
         inner = rms_norm(x, self.norm2[...], eps)
         if isinstance(self.mlp, SwiGLU):
             return x + self.mlp(inner), ()
-        y, record = self.mlp(inner, valid, routing)
+        y, record = self.mlp(inner, valid, routing, rules)
         return x + y, record
 
 

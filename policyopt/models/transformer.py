@@ -272,7 +272,7 @@ class Model:
                 return out
 
             block = _merge(config, kind, layer_params)
-            x, out = block(x, rope, attend, valid, record)
+            x, out = block(x, rope, attend, valid, record, rules)
             return (constrain(x, ACTIVATION, rules), box[0]), out
 
         (x, state), records = stack.run(
