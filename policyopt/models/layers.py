@@ -49,12 +49,10 @@ def initialise(state: Any, key: Array, lead: tuple[int, ...] = ()) -> dict[str, 
     cut = dict(zip(small, jnp.split(shared, np.cumsum(sizes)[:-1], axis=-1), strict=True))
     out = {}
     for path, leaf in leaves.items():
-        shape = (*lead, *leaf.shape)
-        if path in drawn:
-            normal = (
-                cut[path].reshape(shape) if path in cut else jax.random.normal(next(keys), shape)
-            )
-            out[path] = (_init(leaf) * normal).astype(leaf.dtype)
+        shape, init = (*lead, *leaf.shape), _init(leaf)
+        if isinstance(init, float):
+            part = cut[path].reshape(shape) if path in cut else jax.random.normal(next(keys), shape)
+            out[path] = (init * part).astype(leaf.dtype)
         else:
             out[path] = jnp.full(shape, 1 if init == 'ones' else 0, leaf.dtype)
     return traverse_util.unflatten_dict(out)
