@@ -19,6 +19,11 @@ from policyopt.models import tensors as tensors_lib
 GOLDEN = pathlib.Path(__file__).parent / 'data' / 'hf'
 FAMILIES = ('llama_tied', 'qwen2', 'qwen3', 'qwen3_moe', 'mixtral')
 MOE = ('qwen3_moe', 'mixtral')
+# Where a compile is long, families whose features the others cover too wait for the slow suite.
+COSTLY = [
+    pytest.param(family, marks=pytest.mark.slow) if family in ('qwen2', 'mixtral') else family
+    for family in FAMILIES
+]
 
 
 @functools.cache
@@ -73,7 +78,7 @@ def test_router_logits_and_choices(family, monkeypatch):
         assert (np.sort(routing[valid][:, i]) == np.sort(best)).all()
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', COSTLY)
 def test_cross_entropy_and_gradient_norm(family):
     model, params, expected, tokens, _ = golden(family)
 
@@ -87,7 +92,7 @@ def test_cross_entropy_and_gradient_norm(family):
     np.testing.assert_allclose(norm, expected['grad_norm'], rtol=1e-4)
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', COSTLY)
 def test_greedy_with_and_without_cache(family):
     model, params, expected, _, _ = golden(family)
     apply, extend = compiled(family)

@@ -45,8 +45,10 @@ def initialise(state: Any, key: Array, lead: tuple[int, ...] = ()) -> dict[str, 
     small = [path for path in drawn if math.prod(leaves[path].shape) <= SHARED]
     sizes = [math.prod(leaves[path].shape) for path in small]
     keys = iter(jax.random.split(key, 1 + len(drawn)))
-    shared = jax.random.normal(next(keys), (*lead, sum(sizes))) if small else jnp.zeros(lead)
-    cut = dict(zip(small, jnp.split(shared, np.cumsum(sizes)[:-1], axis=-1), strict=True))
+    cut = {}
+    if small:
+        shared = jax.random.normal(next(keys), (*lead, sum(sizes)))
+        cut = dict(zip(small, jnp.split(shared, np.cumsum(sizes)[:-1], axis=-1), strict=True))
     out = {}
     for path, leaf in leaves.items():
         shape, init = (*lead, *leaf.shape), _init(leaf)
