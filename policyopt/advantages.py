@@ -348,3 +348,7 @@ def turn_rewards(coefficient: float = 1.0, ddof: int = 1) -> Estimator:
         return Estimates(masked.select(rollout.mask, total))
 
     return estimate
+
+
+def __getattr__(name: str) -> Any:
+    checks.unknown_name('advantages', name, globals(), ('advantages', 'prepare'))

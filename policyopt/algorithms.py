@@ -10,6 +10,7 @@ take `gates`, so that an importance correction goes with any of them:
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -478,11 +479,16 @@ def resolve(path: str, **kwargs: Any) -> Algorithm:
     try:
         module = importlib.import_module(module_name or __name__)
     except ModuleNotFoundError as error:
-        raise ValueError(f'algorithm {path!r}: {error}.{checks.nearest(path, names())}') from None
+        raise ValueError(
+            f'algorithm {path!r}: {error}. Is its folder on PYTHONPATH? A name without a module is '
+            f'one of policyopt.algorithms.{checks.nearest(name, names())}'
+        ) from None
     make = vars(module).get(name)
     if not callable(make):
-        known = [k for k, v in vars(module).items() if getattr(v, 'slot', None) == 'algorithm']
-        raise ValueError(f'unknown algorithm {path!r}.{checks.nearest(name, known)}')
+        slots = {k for k, v in vars(module).items() if getattr(v, 'slot', None) == 'algorithm'}
+        known = slots or {k for k, v in vars(module).items() if inspect.isfunction(v)}
+        found = 'not there' if make is None else f'{type(make).__name__}, not a factory'
+        raise ValueError(f'algorithm {path!r}: {found}.{checks.nearest(name, known)}')
     checks.check_arguments(make, (), kwargs)
     algorithm = make(**kwargs)
     if not isinstance(algorithm, Algorithm):
@@ -491,4 +497,4 @@ def resolve(path: str, **kwargs: Any) -> Algorithm:
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f'no algorithm named `{name}`.{checks.nearest(name, names())}')
+    checks.unknown_name('algorithms', name, globals(), ('algorithm',))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -116,3 +117,7 @@ def diverse_rewards() -> Keep:
         return present & ~masked.group_all_equal(masked.select(present, rewards), present, group)
 
     return keep
+
+
+def __getattr__(name: str) -> Any:
+    checks.unknown_name('shaping', name, globals(), ('shape', 'keep'))

@@ -15,6 +15,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from policyopt import checks
+
 Array = jax.Array
 T = TypeVar('T')
 Metrics = dict[str, Any]  # name -> Mean, Histogram or EffectiveSampleSize; all of them add
@@ -231,19 +233,7 @@ def keep_all(rollout: Rollout) -> Array:
     return jnp.ones(rollout.mask.shape[:1], bool)
 
 
-class Algorithm(NamedTuple):
-    """A policy-optimization method as a value.
-
-    Attributes:
-      advantages: Rollout -> Estimates.
-      loss: weights and loss.
-      shape: Rollout -> Rollout, reward shaping and filtering, before `advantages`.
-      keep: Rollout -> [B] bool, rows to train on (dynamic sampling), after `shape`.
-      controllers: name -> Controller, read by loss parts through `adaptive`.
-      prepare: TokenBatch -> TokenBatch, once per optimizer minibatch, before `weigh`.
-      update: how parameters move.
-    """
-
+class _Algorithm(NamedTuple):
     advantages: Callable[[Any], Estimates]
     loss: LossTransform
     shape: Callable[[Any], Any] = identity
@@ -251,6 +241,41 @@ class Algorithm(NamedTuple):
     controllers: Mapping[str, Controller] = {}
     prepare: Callable[[Any], Any] = identity
     update: UpdateRule = UpdateRule()
+
+
+class Algorithm(_Algorithm):
+    """A policy-optimization method as a value.
+
+    Attributes:
+      advantages: Rollout -> Estimates.
+      loss: weights and loss.
+      shape: Rollout -> Rollout, reward shaping and filtering, before `advantages`.
+      keep: Rollout -> [B] bool, rows to train on (dynamic sampling), after `shape`.
+      controllers: name -> Controller, read by loss parts through `losses.adaptive`.
+      prepare: TokenBatch -> TokenBatch, once per optimizer minibatch, before `weigh`.
+      update: how parameters move.
+
+    Raises:
+      TypeError: a field that is of another kind, or a factory that was not called.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Algorithm:
+        """Check every field, then build the tuple."""
+        self = super().__new__(cls, *args, **kwargs)
+        for field in ('advantages', 'shape', 'keep', 'prepare'):
+            checks.check_slot(field, getattr(self, field))
+        for field, kind in (('loss', LossTransform), ('update', UpdateRule)):
+            value = getattr(self, field)
+            checks.check_called(field, value)
+            if not isinstance(value, kind):
+                raise TypeError(f'{field} must be a {kind.__name__}, got {value!r}')
+        for name, controller in dict(self.controllers).items():
+            checks.check_called(f'controllers[{name!r}]', controller)
+            if not isinstance(controller, Controller):
+                raise TypeError(f'controllers[{name!r}] must be a Controller, got {controller!r}')
+        return self
 
 
 @struct

@@ -246,6 +246,8 @@ def test_frozen_counts_sides_by_the_sign_of_the_advantage():
     counts = {k: int(metrics[f'policy/{k}'].total) for k in ('frozen', 'frozen_high', 'frozen_low')}
     assert counts == {'frozen': 2, 'frozen_high': 1, 'frozen_low': 1}
     assert int(metrics['policy/frozen'].count) == 5
+    assert float(metrics['policy/frozen_high'].value) == pytest.approx(1 / 3)
+    assert float(metrics['policy/frozen_low'].value) == pytest.approx(1 / 2)
 
 
 def test_gates_touch_neither_penalties_nor_denominators():
@@ -328,6 +330,13 @@ def test_adaptive_parts_read_their_coefficients():
         },
     )
     got = loss_and_grad(moving, arrays)
+    np.testing.assert_allclose(got[1], fixed[1], rtol=1e-6)
+    half = losses.policy_loss(
+        ratio=losses.token_ratio(),
+        surrogate=losses.adaptive(losses.clipped, low=0.1, high='up'),
+        aggregate=losses.sequence_mean(),
+    )
+    got = loss_and_grad(moving._replace(loss=half), arrays)
     np.testing.assert_allclose(got[1], fixed[1], rtol=1e-6)
 
 

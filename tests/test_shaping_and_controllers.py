@@ -83,6 +83,9 @@ def test_adaptive_clip_moves_each_side_on_its_own():
     values = step(values, metrics, 0)
     assert float(values['low']) == pytest.approx(0.1 * np.exp(-0.1), rel=1e-5)
     assert float(values['high']) == pytest.approx(0.21)
+    nothing = po.Mean(total=jnp.float32(0), count=jnp.float32(0))
+    after = step(values, dict.fromkeys(metrics, nothing), 0)
+    assert after == values
 
 
 def test_schedules_and_ppo_penalty_in_a_loop():

@@ -1,5 +1,8 @@
 """Loss parts, one file a slot, and how they compose."""
 
+from typing import Any
+
+from policyopt import checks
 from policyopt.losses import controllers
 from policyopt.losses.aggregates import (
     constant_length,
@@ -81,3 +84,9 @@ __all__ = [
     'unnormalised_sequence_ratio',
     'value_loss',
 ]
+
+_SLOTS = ('ratio', 'surrogate', 'gate', 'penalty', 'aggregate', 'loss')
+
+
+def __getattr__(name: str) -> Any:
+    checks.unknown_name('losses', name, globals(), _SLOTS)

@@ -91,8 +91,10 @@ def adaptive_clip(
 ) -> Controller:
     """eps <- clip(eps exp(rate (c - target)), low, high), c the share that the last step clipped.
 
-    One controller a side: `policy/frozen_high` drives the upper distance, `policy/frozen_low` the
-    lower one.
+    One controller a side: `policy/frozen_high`, a share of the tokens with A > 0, drives the upper
+    distance, `policy/frozen_low` the lower one. A step that counted no such token changes nothing.
+    It needs more than one optimizer step per rollout: at ratio 1 nothing is ever clipped, and eps
+    shrinks to `low`.
 
     Args:
       init: first eps.
@@ -109,7 +111,8 @@ def adaptive_clip(
     def step(value: Array, metrics: Metrics, count: Array) -> Array:
         del count
         share = _read(metrics, metric)
-        return jnp.clip(value * jnp.exp(rate * (share - target)), low, high)
+        error = jnp.where(metrics[metric].count > 0, share - target, 0)
+        return jnp.clip(value * jnp.exp(rate * error), low, high)
 
     return Controller(init, step)
 
