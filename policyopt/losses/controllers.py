@@ -38,6 +38,7 @@ def _read(metrics: Metrics, name: str) -> Array:
     return metrics[name].value
 
 
+@checks.factory('controllers')
 def doubling_kl(init: float = 1.0, target: float = 0.01, metric: str = 'kl_old/k3') -> Controller:
     """KL < target/1.5 halves the coefficient, KL > 1.5 target doubles it (PPO 1707.06347).
 
@@ -58,6 +59,7 @@ def doubling_kl(init: float = 1.0, target: float = 0.01, metric: str = 'kl_old/k
     return Controller(init, step)
 
 
+@checks.factory('controllers')
 def proportional_kl(
     init: float, target: float, rate: float = 0.1, metric: str = 'kl_reference/k3'
 ) -> Controller:
@@ -81,6 +83,7 @@ def proportional_kl(
     return Controller(init, step)
 
 
+@checks.factory('controllers')
 def adaptive_clip(
     init: float,
     metric: str,
@@ -117,6 +120,7 @@ def adaptive_clip(
     return Controller(init, step)
 
 
+@checks.factory('controllers')
 def scheduled(schedule: Callable[[Array | int], Array | float]) -> Controller:
     """The value of an optax-style schedule: step -> value; independent of metrics."""
 
