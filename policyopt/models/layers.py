@@ -17,7 +17,7 @@ from flax import nnx, traverse_util
 
 from policyopt.models.config import ModelConfig
 from policyopt.models.expert_parallel import moe_layer_sharded
-from policyopt.sharding import DEFAULT_RULES, Rules
+from policyopt.sharding import DEFAULT_RULES, Rules, constrain
 from policyopt.types import Array
 
 SHARED = 1 << 20  # numbers
@@ -48,6 +48,7 @@ def initialise(state: Any, key: Array, lead: tuple[int, ...] = ()) -> dict[str, 
     cut = {}
     if small:
         shared = jax.random.normal(next(keys), (*lead, sum(sizes)))
+        shared = constrain(shared, (None,) * shared.ndim)
         cut = dict(zip(small, jnp.split(shared, np.cumsum(sizes)[:-1], axis=-1), strict=True))
     out = {}
     for path, leaf in leaves.items():

@@ -229,8 +229,9 @@ class Model:
         return Hidden(hidden, routing, aux), Cache(k=k, v=v, length=cache.length + count)
 
     def _embed(self, params: Params, tokens: Array) -> Array:
-        x = params['embed'][tokens].astype(self.config.compute_dtype)
-        return constrain(x, ACTIVATION, self.rules)
+        # A lookup in a table that is split both ways would gather all of it on every device.
+        table = constrain(params['embed'], ('vocab', None), self.rules)
+        return constrain(table[tokens].astype(self.config.compute_dtype), ACTIVATION, self.rules)
 
     def _attention(self) -> Callable[..., Array]:
         config = self.config
