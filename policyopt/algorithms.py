@@ -33,9 +33,10 @@ from policyopt.advantages import (
 from policyopt.losses.aggregates import constant_length, sequence_mean, sequence_sum, token_mean
 from policyopt.losses.compose import adaptive, add, policy_loss, positive_nll, scale, value_loss
 from policyopt.losses.controllers import doubling_kl
-from policyopt.losses.gates import off_policy_sequence, truncated_importance
+from policyopt.losses.gates import detached_weight, off_policy_sequence, trust_mask
 from policyopt.losses.penalties import entropy, kl_to_old, kl_to_reference
 from policyopt.losses.ratios import (
+    behavior_ratio,
     clipped_sequence_ratio,
     segment_ratio,
     sequence_ratio,
@@ -44,7 +45,6 @@ from policyopt.losses.ratios import (
 )
 from policyopt.losses.surrogates import (
     clipped,
-    masked_weight,
     soft_gated,
     truncated_weight,
     unclipped,
@@ -316,7 +316,8 @@ def gspo_step(
 def magistral(low: float = 0.2, high: float = 0.28, gates: Gates = ()) -> Algorithm:
     """DAPO's loss; A = r - mean of the group, z-scored over the minibatch's rows (2506.10910).
 
-    Prompts with equal rewards are dropped. high .26-.28 as published; low .2 is a choice.
+    Prompts with equal rewards are dropped. high .26-.28 as published; low .2 is a choice. The
+    paper's length penalty is `shape=shaping.soft_overlong(L, cache, weight=.1)`, for the run's L.
     """
     return Algorithm(
         advantages=group_mean_baseline(),
@@ -352,7 +353,8 @@ def vc_ppo(
 ) -> Algorithm:
     """PPO-clip with decoupled GAE; the critic is pretrained with the policy fixed (2503.01491).
 
-    lambdas and gamma 1 as published; the pretraining belongs to the training loop.
+    lambdas and gamma 1 as published, value_coefficient a choice; the pretraining belongs to the
+    training loop.
     """
     return Algorithm(
         advantages=gae(1.0, lam, critic_lam),
@@ -374,7 +376,10 @@ def vapo(
     value_coefficient: float = 1.0,
     gates: Gates = (),
 ) -> Algorithm:
-    """Token-mean clip-higher PPO, lambda = 1 - 1/(alpha n), NLL on correct rows (2504.05118)."""
+    """Token-mean clip-higher PPO, lambda = 1 - 1/(alpha n), NLL on correct rows (2504.05118).
+
+    All values as published but value_coefficient, a choice.
+    """
     return Algorithm(
         advantages=length_adaptive_gae(alpha, critic_lam=1.0),
         loss=add(
@@ -438,8 +443,12 @@ def minirl(low: float = 0.2, high: float = 0.27, gates: Gates = ()) -> Algorithm
         advantages=group_mean_baseline(),
         loss=policy_loss(
             ratio=token_ratio(),
-            surrogate=masked_weight(low, high),
-            gates=[truncated_importance(float('inf')), *gates],
+            surrogate=score_function(),
+            gates=[
+                detached_weight(behavior_ratio()),
+                trust_mask(low, high, token_ratio()),
+                *gates,
+            ],
             aggregate=sequence_sum(),
         ),
     )

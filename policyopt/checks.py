@@ -6,10 +6,13 @@ import difflib
 import functools
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -25,11 +28,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:
     """Return value; raises where it is no number in [low, high]. Traced values pass unchecked."""
-    if isinstance(value, jax.Array):
+    if any(isinstance(x, Tracer) for x in (value, low, high)):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    scalar = isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
+    if isinstance(value, bool | np.bool_) or not (scalar or isinstance(value, numbers.Real)):
         raise TypeError(f'{name} must be a number, got {value!r}')
-    if not low <= value <= high:
+    if not low <= float(value) <= high:  # pyright: ignore[reportArgumentType]
         raise ValueError(f'{name} must lie in [{low:g}, {high:g}], got {value!r}')
     return value
 

@@ -8,7 +8,8 @@ jitted over, sharded and differentiated. `None` marks what a run does not have.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import chex
@@ -238,7 +239,7 @@ class _Algorithm(NamedTuple):
     loss: LossTransform
     shape: Callable[[Any], Any] = identity
     keep: Callable[[Any], Array] = keep_all
-    controllers: Mapping[str, Controller] = {}
+    controllers: Mapping[str, Controller] = types.MappingProxyType({})
     prepare: Callable[[Any], Any] = identity
     update: UpdateRule = UpdateRule()
 
@@ -277,10 +278,15 @@ class Algorithm(_Algorithm):
                 raise TypeError(f'controllers[{name!r}] must be a Controller, got {controller!r}')
         return self
 
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Algorithm:
+        """Build from values in order, checked; `_replace` comes through here."""
+        return cls(*iterable)
+
 
 @struct
 class Mean:
-    """A mean that adds exactly: total and count, both scalars. `value` is 0 where count is 0."""
+    """A mean that adds: total and count, float32 scalars at least. `value` is 0 at count 0."""
 
     total: Array
     count: Array
@@ -290,7 +296,8 @@ class Mean:
         """Mean of x where mask is nonzero; what stands elsewhere, NaN included, is ignored."""
         keep = mask != 0
         x = jnp.asarray(x)
-        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        dtype = jnp.promote_types(x.dtype, jnp.float32) if floating else jnp.float32
         return cls(
             total=jnp.sum(jnp.where(keep, x, 0), dtype=dtype), count=jnp.sum(keep, dtype=dtype)
         )

@@ -60,7 +60,7 @@ def test_misspelt_argument_of_every_part(name):
 def test_there_are_parts_in_every_slot():
     slots = {getattr(losses, n).slot for n in PARTS}
     assert slots == {'ratio', 'surrogate', 'gate', 'penalty', 'aggregate', 'loss'}
-    assert len(PARTS) == 30
+    assert len(PARTS) == 31
 
 
 def test_missing_required_argument():
@@ -85,6 +85,16 @@ def test_missing_required_argument():
 def test_numbers_and_words_out_of_range(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_numpy_and_jax_scalars_are_numbers():
+    for make in (np.float32, np.float64, jnp.float32):
+        assert losses.clipped(make(0.25)).slot == 'surrogate'
+        with pytest.raises(ValueError, match='low must lie in'):
+            losses.clipped(make(-3))
+    assert losses.constant_length(np.int64(16)).slot == 'aggregate'
+    with pytest.raises(TypeError, match='low must be a number, got True'):
+        losses.clipped(True)
 
 
 def test_not_a_number():
@@ -188,6 +198,19 @@ GSPO = po.algorithms.gspo()
 def test_an_algorithm_checks_its_fields(change, message):
     with pytest.raises(TypeError, match=message):
         po.Algorithm(**(GSPO._asdict() | change))
+
+
+def test_replacing_a_field_checks_it_too():
+    with pytest.raises(TypeError, match='loss must be a LossTransform, got 3'):
+        GSPO._replace(loss=3)
+    with pytest.raises(TypeError, match='does not support item assignment'):
+        GSPO.controllers['x'] = 1
+
+
+def test_token_weights_do_not_adapt():
+    part = losses.adaptive(losses.constant_length, length='x')
+    with pytest.raises(TypeError, match='aggregate is adaptive'):
+        losses.policy_loss(**(SLOTS | dict(aggregate=part)))
 
 
 def test_what_is_no_loss_is_named():

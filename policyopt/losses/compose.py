@@ -54,7 +54,9 @@ class Adaptive:
 
 
 def adaptive(make: Callable[..., Any], **arguments: Any) -> Any:
-    """Return make(**arguments) for any slot, made anew at each step from controllers' values.
+    """Return make(**arguments), made anew at each step from controllers' values.
+
+    It goes into any slot but `aggregate`, whose weights depend on mask and group alone.
 
     Example: `adaptive(clipped, low=.2, high='clip_high')` in an algorithm with
     `controllers={'clip_high': controllers.adaptive_clip(.28, 'policy/frozen_high')}`.
@@ -67,6 +69,12 @@ def adaptive(make: Callable[..., Any], **arguments: Any) -> Any:
     inner = make.func if isinstance(make, functools.partial) else make
     checks.check_arguments(inner, (), arguments, partial=True)
     return Adaptive(make, arguments, getattr(inner, 'slot', ''))
+
+
+def _check_aggregate(aggregate: Any) -> None:
+    if isinstance(aggregate, Adaptive):
+        raise TypeError('aggregate is adaptive; token weights depend on mask and group alone')
+    checks.check_slot('aggregate', aggregate)
 
 
 def _bind(part: Any, coefficients: Mapping[str, Array]) -> Any:
@@ -167,7 +175,7 @@ def policy_loss(
     """
     checks.check_slot('ratio', ratio)
     checks.check_slot('surrogate', surrogate)
-    checks.check_slot('aggregate', aggregate)
+    _check_aggregate(aggregate)
     for slot, parts in (('gate', gates), ('penalty', penalties)):
         if callable(parts):
             raise TypeError(f'{slot}s are a list: [{getattr(parts, "__name__", parts)}]')
@@ -240,7 +248,7 @@ def value_loss(*, aggregate: Any, clip: float | None = None, name: str = 'value'
       clip: in units of the value; None for no clipping.
       name: first part of the metrics' names: `error` (mean squared), `clipped` (share).
     """
-    checks.check_slot('aggregate', aggregate)
+    _check_aggregate(aggregate)
     if clip is not None:
         checks.number('clip', clip, 0)
 
@@ -273,10 +281,10 @@ def positive_nll(*, aggregate: Any, name: str = 'nll') -> LossTransform:
       aggregate: member of losses.aggregates, over the tokens of `batch.positive` rows.
       name: first part of the metric's name: `logp`, mean log-prob of those tokens.
     """
-    checks.check_slot('aggregate', aggregate)
+    _check_aggregate(aggregate)
 
     def weigh(batch: Any) -> Array:
-        positive = jnp.asarray(require(batch, 'positive', 'positive_nll')) != 0
+        positive = jnp.asarray(require(batch, 'positive', 'positive_nll')) > 0
         mask = (jnp.asarray(batch.mask) != 0) & positive[:, None]
         return aggregate(mask, getattr(batch, 'group', None))
 
@@ -352,17 +360,20 @@ def required_inputs(
         coefficients={k: jnp.float32(v) for k, v in (coefficients or {}).items()},
     )
 
-    def missing(field: str) -> bool:
-        def run(inputs: LossInputs) -> Array:
-            batch = _Batch(mask=inputs.mask, group=row, positive=row)
-            return loss.apply(inputs, loss.weigh(batch)).loss
+    def run(inputs: LossInputs) -> Array:
+        batch = _Batch(mask=inputs.mask, group=row, positive=row)
+        return loss.apply(inputs, loss.weigh(batch)).loss
 
+    def missing(field: str) -> bool:
         try:
             jax.eval_shape(run, dataclasses.replace(full, **{field: None}))
         except MissingInput as error:
             return error.field == field
+        except (TypeError, ValueError, AttributeError):
+            return True  # a part that reads the field without asking for it
         return False
 
+    jax.eval_shape(run, full)  # an error here is the loss's own
     return frozenset(field for field in (*_OPTIONAL, 'segment') if missing(field))
 
 
