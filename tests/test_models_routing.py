@@ -12,13 +12,11 @@ from policyopt import models
 CONFIG = models.ModelConfig(
     vocab_size=40,
     embed_dim=16,
-    num_layers=3,
+    num_layers=2,
     num_heads=2,
     num_kv_heads=1,
-    mlp_dim=24,
     moe=models.MoEConfig(experts=6, top_k=2),
     expert_dim=12,
-    moe_layers=(1, 2),
 )
 
 
