@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -237,7 +238,7 @@ def test_two_processes_load_compute_and_save_one_model(tmp_path):
                 valid = jnp.tile(jnp.arange(12) < 10, (8, 1))
                 return jnp.mean(model.hidden(params, tokens, valid=valid).hidden[:, :10] ** 3)
 
-            print(float(jax.jit(loss)(params, tokens)))
+            print('loss', float(jax.jit(loss)(params, tokens)), flush=True)
             models.save(model, params, folder + '/again')
         jax.distributed.shutdown()
     """)
@@ -254,6 +255,7 @@ def test_two_processes_load_compute_and_save_one_model(tmp_path):
     for run in runs:
         out, _ = run.communicate(timeout=300)
         assert run.returncode == 0
-        np.testing.assert_allclose(float(out.split()[-1]), value, rtol=1e-5)
+        (found,) = re.findall(r'loss (\S+)', out)
+        np.testing.assert_allclose(float(found), value, rtol=1e-5)
     first = (tmp_path / 'model.safetensors').read_bytes()
     assert (tmp_path / 'again' / 'model.safetensors').read_bytes() == first
