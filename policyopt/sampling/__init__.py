@@ -1,6 +1,7 @@
 """Sampling: rows of tokens with an exact record of how they were drawn."""
 
 from policyopt.sampling.config import (
+    EngineConfig,
     Finish,
     PerRow,
     RowErrors,
@@ -9,13 +10,21 @@ from policyopt.sampling.config import (
     pad_prompts,
     row_keys,
 )
+from policyopt.sampling.continuous import sample_continuous, to_rollout
 from policyopt.sampling.decode import sample
+from policyopt.sampling.engine import Engine
+from policyopt.sampling.environments import Calculator, Environment, Reply
 from policyopt.sampling.rules import Constraint, automaton
 
 __all__ = [
+    'Calculator',
     'Constraint',
+    'Engine',
+    'EngineConfig',
+    'Environment',
     'Finish',
     'PerRow',
+    'Reply',
     'RowErrors',
     'SamplingConfig',
     'allowed_mask',
@@ -23,4 +32,6 @@ __all__ = [
     'pad_prompts',
     'row_keys',
     'sample',
+    'sample_continuous',
+    'to_rollout',
 ]

@@ -164,6 +164,43 @@ class PerRow:
         return any(x is not None for x in fields)
 
 
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an engine; they decide shapes and speed, and no token.
+
+    Attributes:
+      slots: rows that decode together.
+      size: longest row, prompt and all turns. Rows that reach it end with finish LENGTH. None takes
+        longest prompt + max_new_tokens, where prompts are known (`sample_continuous`).
+      steps: tokens per slot between two looks of the host. A call ends early when a slot is free
+        and a prompt waits.
+      prefill_rows: prompts in one prefill; shorter batches are filled up, so that a prompt's
+        numbers do not depend on who came with it.
+      prefill_width: shortest prefill; wider ones are this times a power of two.
+      bucket: shortest stretch of the cache that attention reads; longer ones are this times a power
+        of two.
+      chunk: observation tokens fed at once.
+      workers: environment calls under way at once.
+      time_limit: seconds that one of them may take.
+    """
+
+    slots: int = 8
+    size: int | None = None
+    steps: int = 16
+    prefill_rows: int = 1
+    prefill_width: int = 16
+    bucket: int = 128
+    chunk: int = 32
+    workers: int = 8
+    time_limit: float = 10.0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != 'time_limit' and value is not None and value < 1:
+                raise ValueError(f'{field.name} is {value}; legal is 1 or more')
+
+
 def eos_ids(model: Any, config: SamplingConfig) -> tuple[int, ...]:
     """Ids that end a row: the config's, else the tokenizer's, else those of the model's config."""
     if config.eos_id is not None:
@@ -178,11 +215,13 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
     """Raise ValueError naming the field and the first id outside [0, vocab_size)."""
     for i in ids:
         if not 0 <= int(i) < vocab_size:
-            raise ValueError(f'{name} has {int(i)}, which is no token; legal is 0 to {vocab_size - 1}')
+            raise ValueError(
+                f'{name} has {int(i)}, which is no token; legal is 0 to {vocab_size - 1}'
+            )
 
 
 def check_config(model: Any, config: SamplingConfig) -> None:
-    """Raise ValueError for ids that the vocabulary does not have, and for forced EOS without one."""
+    """Raise ValueError for ids that are no tokens, and for forced EOS without one."""
     vocab_size = model.config.vocab_size
     ends = eos_ids(model, config)
     check_ids('eos_id', ends, vocab_size)
@@ -190,7 +229,9 @@ def check_config(model: Any, config: SamplingConfig) -> None:
     check_ids('banned_ids', config.banned_ids, vocab_size)
     check_ids('allowed_ids', config.allowed_ids or (), vocab_size)
     if config.top_k is not None and config.top_k > vocab_size:
-        raise ValueError(f'top_k is {config.top_k}; legal is up to the {vocab_size} tokens there are')
+        raise ValueError(
+            f'top_k is {config.top_k}; legal is up to the {vocab_size} tokens there are'
+        )
     allowed = allowed_mask(config, vocab_size)
     if allowed is not None and not allowed.any():
         raise ValueError('allowed_ids and banned_ids leave no token to draw')

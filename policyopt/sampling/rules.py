@@ -129,7 +129,7 @@ def make_rules(
     vocab_size = model.config.vocab_size
     size = config.size(vocab_size, per_row.truncated or constraint is not None)
 
-    def array(name: str, default: Any, dtype: Any, low: float, high: float) -> np.ndarray:
+    def array(name: str, default: Any, dtype: Any, low: float, high: float) -> Any:
         value = getattr(per_row, name)
         value = np.full(rows, default) if value is None else np.asarray(value)
         if value.shape != (rows,):
@@ -140,7 +140,7 @@ def make_rules(
             raise ValueError(f'row {row}: {name} is {value[row]}; legal is {low:g} to {high:g}')
         return value.astype(dtype)
 
-    tiny, huge = np.finfo(np.float32).tiny, float(np.finfo(np.float32).max)
+    tiny, huge = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
     params = logits_lib.Params(
         temperature=array('temperature', config.temperature, np.float32, 0, huge),
         top_k=array('top_k', config.top_k or 0, np.int32, 0, size or vocab_size),
@@ -149,6 +149,9 @@ def make_rules(
     )
     limit = array('max_new_tokens', config.max_new_tokens, np.int32, 1, config.max_new_tokens)
     ends = eos_ids(model, config)
+    forced: Any = np.int32(ends[0]) if config.force_eos else None
+    ended: Any = np.asarray(ends, np.int32)
+    allowed: Any = allowed_mask(config, vocab_size)
     return Static(size, constraint), Rules(
         rows=RowRules(
             params=params,
@@ -156,13 +159,13 @@ def make_rules(
             stop_ids=_stop_ids(config, per_row, rows, vocab_size),
             allowed=_row_allowed(per_row, rows, vocab_size),
         ),
-        eos_ids=np.asarray(ends, np.int32),
-        allowed=allowed_mask(config, vocab_size),
-        forced=np.int32(ends[0]) if config.force_eos else None,
+        eos_ids=ended,
+        allowed=allowed,
+        forced=forced,
     )
 
 
-def _stop_ids(config: SamplingConfig, per_row: PerRow, rows: int, vocab_size: int) -> np.ndarray:
+def _stop_ids(config: SamplingConfig, per_row: PerRow, rows: int, vocab_size: int) -> Any:
     shared = np.broadcast_to(np.asarray(config.stop_ids, np.int32), (rows, len(config.stop_ids)))
     if per_row.stop_ids is None:
         return np.ascontiguousarray(shared)
@@ -179,7 +182,7 @@ def _stop_ids(config: SamplingConfig, per_row: PerRow, rows: int, vocab_size: in
     return np.concatenate([shared, own], axis=1)
 
 
-def _row_allowed(per_row: PerRow, rows: int, vocab_size: int) -> np.ndarray | None:
+def _row_allowed(per_row: PerRow, rows: int, vocab_size: int) -> Any:
     if per_row.allowed is None:
         return None
     allowed = np.asarray(per_row.allowed, bool)
