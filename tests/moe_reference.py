@@ -11,7 +11,7 @@ def random_params(rng, config: MoEConfig, width: int, inner: int, dtype=np.float
     """Parameters of every part that the config has."""
 
     def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), dtype)
+        return (rng.normal(size=shape) / np.sqrt(shape[-1])).astype(dtype)
 
     experts = config.experts
     params = {
@@ -96,11 +96,10 @@ def numpy_layer(x, params, config: MoEConfig, ids: np.ndarray) -> np.ndarray:
             scores = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
         else:
             scores = 1 / (1 + np.exp(-logits))
-        for j, e in enumerate(ids[n]):
+        for e in ids[n]:
             weight = config.route_scale * scores[e]
             if config.renormalise:
                 weight = weight / scores[ids[n]].sum()
             gate = p['gate'][e].T @ row
             y[n] += weight * p['down'][e].T @ (gate / (1 + np.exp(-gate)) * (p['up'][e].T @ row))
-            assert j < config.top_k
     return y

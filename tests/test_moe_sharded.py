@@ -78,7 +78,7 @@ def test_sharded_layer_is_the_layer(case, unsharded, layout, backend):
 def test_ambient_mesh_inside_scan_and_remat(case):
     x, params, valid, _, weights = case
     x = np.nan_to_num(x)
-    stack = jax.tree.map(lambda a: jnp.stack([a, a]), params)
+    stack = jax.tree.map(lambda a: np.stack([a, a]), params)
 
     def loss(stack, x, layer):
         @jax.checkpoint
@@ -111,13 +111,16 @@ def test_without_a_mesh_it_is_the_plain_layer(case):
 def test_indivisible_experts_are_named_and_odd_tokens_are_not_split(case):
     _, params, _, _, _ = case
     mesh = make_mesh([('data', 2), ('expert', 4)])
-    x = jnp.ones((5, WIDTH))
+    x = np.ones((5, WIDTH), np.float32)
     few = MoEConfig(experts=6, top_k=2)
     small = reference.random_params(np.random.default_rng(0), few, WIDTH, INNER)
     with pytest.raises(ValueError, match=r"experts=6 does not divide over .*'expert'.*4 devices"):
         moe_layer_sharded(x, small, few, mesh=mesh)
-    y = jax.jit(functools.partial(moe_layer_sharded, config=CONFIG, mesh=mesh))(x, params)[0]
-    np.testing.assert_allclose(y, moe_layer(x, params, CONFIG)[0], rtol=1e-5, atol=1e-6)
+    got, want = (
+        jax.jit(functools.partial(layer, config=CONFIG))(x, params)[0]
+        for layer in (functools.partial(moe_layer_sharded, mesh=mesh), moe_layer)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_one_sum_of_outputs_is_all_that_replicated_tokens_send(case):

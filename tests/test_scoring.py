@@ -29,9 +29,14 @@ def model_and_params(moe: bool = False):
         **kwargs,
     )
     model = models.build(config)
-    params = jax.jit(model.init)(jax.random.key(0))
-    # The value head starts at zero; give it something to say.
-    return model, params | {'value': jax.random.normal(jax.random.key(1), params['value'].shape)}
+    return model, random_params(model, 0)
+
+
+def random_params(model, seed: int):
+    """Parameters drawn by numpy, the value head and the norms included."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return jax.tree.map(lambda x: rng.normal(0, 0.5, x.shape).astype(x.dtype), shapes)
 
 
 def rows(seed: int = 0, height: int = B, width: int = T, k: int | None = None) -> Rollout:
@@ -139,12 +144,7 @@ def test_width_and_row_order_change_nothing():
 def test_routing_is_replayed():
     model, params = model_and_params(moe=True)
     batch = rows()
-    keys = list(jax.random.split(jax.random.key(5), len(jax.tree.leaves(params))))
-    moved = jax.tree.map(
-        lambda x, k: x + 0.3 * jax.random.normal(k, x.shape),
-        params,
-        jax.tree.unflatten(jax.tree.structure(params), keys),
-    )
+    moved = random_params(model, 1)
     theirs = jax.jit(lambda params, batch: naive(model, params, batch, 1.0))
     ours = jax.jit(lambda params, batch: results(scoring.score(model, params, batch)))
     native = batch.replace(routing=jnp.full((B, T, 1, 2), -1, jnp.int8))  # nothing to replay
@@ -228,7 +228,7 @@ def test_options():
         )
 
     replayed, ignored, fewer, whole = run(params)
-    want, _ = naive(model, params, full, 1.0)
+    want, _ = jax.jit(lambda params: naive(model, params, full, 1.0))(params)
     assert ignored.entropy is None
     for got in (ignored, whole):
         assert_tree_close(got.logp_new, want[0])

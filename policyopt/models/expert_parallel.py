@@ -50,6 +50,24 @@ def _shards(axes: Axes, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[a] for a in axes)
 
 
+def _layer_axes(
+    tokens: int, inner: int, config: MoEConfig, rules: Rules, sizes: Mapping[str, int]
+) -> tuple[Axes, Axes, Axes]:
+    """Mesh axes that split tokens, experts and an expert's width; raises where one can't."""
+    batch = _split_axes('batch', rules, sizes)
+    if tokens % _shards(batch, sizes):
+        batch = ()
+    experts = _split_axes('experts', rules, sizes)
+    mlp = _split_axes('mlp', rules, sizes, batch + experts)
+    for field, size, axes in (('experts', config.experts, experts), ('mlp', inner, mlp)):
+        if size % _shards(axes, sizes):
+            raise ValueError(
+                f'{field}={size} does not divide over mesh axes {axes} '
+                f'({_shards(axes, sizes)} devices).'
+            )
+    return batch, experts, mlp
+
+
 def moe_layer_sharded(
     x: Array,
     params: Mapping[str, Any],
@@ -76,20 +94,8 @@ def moe_layer_sharded(
     check_params(x, params, config)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     sizes: dict[str, int] = {} if mesh.empty else dict(mesh.shape)
-    tokens = _split_axes('batch', rules, sizes)
-    if x.shape[0] % _shards(tokens, sizes):
-        tokens = ()
-    experts = _split_axes('experts', rules, sizes)
-    mlp = _split_axes('mlp', rules, sizes, tokens + experts)
-    for field, size, axes in (
-        ('experts', config.experts, experts),
-        ('mlp', params['gate'].shape[-1], mlp),
-    ):
-        if size % _shards(axes, sizes):
-            raise ValueError(
-                f'{field}={size} does not divide over mesh axes {axes} '
-                f'({_shards(axes, sizes)} devices).'
-            )
+    inner = params['gate'].shape[-1]
+    tokens, experts, mlp = _layer_axes(x.shape[0], inner, config, rules, sizes)
     if not tokens + experts + mlp:
         return moe_layer(x, params, config, valid=valid, routing=routing, backend=backend)
     local = _local_layer(config, choose_backend(backend), tokens, experts, mlp)

@@ -3,8 +3,10 @@
     y[n] = sum_j weight[n,j] * down_e(silu(gate_e(x[n])) * up_e(x[n])),   e = ids[n,j]
 
 'blocked' loops over the experts that have rows and over blocks of each one's rows, forward and
-backward; it is the fast one on CPU. 'ragged' is three `jax.lax.ragged_dot`, which TPU and GPU
-compile to grouped kernels (on CPU it multiplies every row with every expert).
+backward; it is the fast one on CPU. 'ragged' is three `jax.lax.ragged_dot`, which TPU compiles to
+grouped kernels. Elsewhere that depends on the version: on CPU, and on GPUs for which XLA finds no
+grouped kernel, every row is multiplied with every expert, E times the work and memory; 'blocked'
+is then the way out.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from policyopt.types import Array
 
 BACKENDS = ('blocked', 'ragged')
 MIN_BLOCK, MAX_BLOCK = 8, 128
+PACKED_LIMIT = 2**31  # key and entry number sort as one int32 below this, 4 to 10 times faster
 
 
 class Layout(NamedTuple):
@@ -56,7 +59,7 @@ def sort_by_expert(ids: Array, experts: int, slack: int = 0) -> Layout:
     entries = ids.shape[0]
     index = jnp.arange(entries, dtype=jnp.int32)
     key = jnp.where((ids >= 0) & (ids < experts), ids, experts).astype(jnp.int32)
-    if (experts + 1) * entries < 2**31:  # key and index in one word: 4 to 10 times faster on CPU
+    if (experts + 1) * entries < PACKED_LIMIT:
         packed = jnp.sort(key * entries + index)
         order, ordered = packed % entries, packed // entries
     else:
@@ -73,7 +76,7 @@ def sort_by_expert(ids: Array, experts: int, slack: int = 0) -> Layout:
 
 def _rows(x: Array, index: Array) -> Array:
     """x[index], 0 where index is -1."""
-    picked = x.at[jnp.maximum(index, 0)].get(mode='promise_in_bounds')
+    picked = jnp.asarray(x).at[jnp.maximum(index, 0)].get(mode='promise_in_bounds')
     return jnp.where((index >= 0)[:, None], picked, 0)
 
 

@@ -12,28 +12,56 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+from flax import nnx, traverse_util
 
 from policyopt.models.config import ModelConfig
 from policyopt.models.expert_parallel import moe_layer_sharded
 from policyopt.sharding import DEFAULT_RULES, Rules
 from policyopt.types import Array
 
+SHARED = 1 << 20  # numbers
 Mix = Callable[[Array, Array, Array], Array]
 
 
 def param(
-    rngs: nnx.Rngs, config: ModelConfig, shape: tuple[int, ...], axes: tuple, std: float
+    config: ModelConfig, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str | float
 ) -> nnx.Param:
-    """Parameter drawn from a normal of this standard deviation; std 0 means zeros, inf ones."""
-    dtype = jnp.dtype(config.param_dtype)
-    if std == 0:
-        value = jnp.zeros(shape, dtype)
-    elif math.isinf(std):
-        value = jnp.ones(shape, dtype)
-    else:
-        value = (std * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
-    return nnx.Param(value, axes=axes)
+    """Parameter by shape, logical axes and initialiser: 'ones', 'zeros' or a normal's std.
+
+    Modules are made under `nnx.eval_shape` only: the value is never there, `initialise` draws it.
+    """
+    return nnx.Param(jnp.zeros(shape, jnp.dtype(config.param_dtype)), axes=axes, init=init)
+
+
+def initialise(state: Any, key: Array, lead: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Arrays for an abstract module state, with leading axes `lead`, as a nested dict.
+
+    Parameters of up to SHARED numbers are cut from one draw, since every draw costs a third of a
+    second to compile; larger ones are drawn by themselves, so that each can be made sharded.
+    """
+    leaves = dict(nnx.to_flat_state(state))
+    drawn = [path for path, leaf in leaves.items() if isinstance(_init(leaf), float)]
+    small = [path for path in drawn if math.prod(leaves[path].shape) <= SHARED]
+    sizes = [math.prod(leaves[path].shape) for path in small]
+    keys = iter(jax.random.split(key, 1 + len(drawn)))
+    cut = {}
+    if small:
+        shared = jax.random.normal(next(keys), (*lead, sum(sizes)))
+        cut = dict(zip(small, jnp.split(shared, np.cumsum(sizes)[:-1], axis=-1), strict=True))
+    out = {}
+    for path, leaf in leaves.items():
+        shape, init = (*lead, *leaf.shape), _init(leaf)
+        if isinstance(init, float):
+            part = cut[path].reshape(shape) if path in cut else jax.random.normal(next(keys), shape)
+            out[path] = (init * part).astype(leaf.dtype)
+        else:
+            out[path] = jnp.full(shape, 1 if init == 'ones' else 0, leaf.dtype)
+    return traverse_util.unflatten_dict(out)
+
+
+def _init(leaf: Any) -> str | float:
+    return leaf.get_metadata()['init']
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -74,7 +102,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 class Attention(nnx.Module):
     """Projections of grouped-query attention; the mixing itself is the caller's function."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         width, heads, groups, head = (
             config.embed_dim,
             config.num_heads,
@@ -84,17 +112,17 @@ class Attention(nnx.Module):
         std = width**-0.5
         out = (heads * head * 2 * config.num_layers) ** -0.5
         kv_axes = ('embed', 'kv_heads', 'head_dim')
-        self.q = param(rngs, config, (width, heads, head), ('embed', 'heads', 'head_dim'), std)
-        self.k = param(rngs, config, (width, groups, head), kv_axes, std)
-        self.v = param(rngs, config, (width, groups, head), kv_axes, std)
-        self.o = param(rngs, config, (heads, head, width), ('heads', 'head_dim', 'embed'), out)
+        self.q = param(config, (width, heads, head), ('embed', 'heads', 'head_dim'), std)
+        self.k = param(config, (width, groups, head), kv_axes, std)
+        self.v = param(config, (width, groups, head), kv_axes, std)
+        self.o = param(config, (heads, head, width), ('heads', 'head_dim', 'embed'), out)
         if config.qkv_bias:
-            self.q_bias = param(rngs, config, (heads, head), ('heads', 'head_dim'), 0)
-            self.k_bias = param(rngs, config, (groups, head), ('kv_heads', 'head_dim'), 0)
-            self.v_bias = param(rngs, config, (groups, head), ('kv_heads', 'head_dim'), 0)
+            self.q_bias = param(config, (heads, head), ('heads', 'head_dim'), 'zeros')
+            self.k_bias = param(config, (groups, head), ('kv_heads', 'head_dim'), 'zeros')
+            self.v_bias = param(config, (groups, head), ('kv_heads', 'head_dim'), 'zeros')
         if config.qk_norm:
-            self.q_norm = param(rngs, config, (head,), ('head_dim',), math.inf)
-            self.k_norm = param(rngs, config, (head,), ('head_dim',), math.inf)
+            self.q_norm = param(config, (head,), ('head_dim',), 'ones')
+            self.k_norm = param(config, (head,), ('head_dim',), 'ones')
         self.config = config
 
     def __call__(self, x: Array, rope: tuple[Array, Array], mix: Mix) -> Array:
@@ -130,12 +158,12 @@ def dense(equation: str, x: Array, kernel: Array, config: ModelConfig) -> Array:
 class SwiGLU(nnx.Module):
     """down(silu(gate(x)) * up(x)), arXiv:2002.05202."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         width, inner = config.embed_dim, config.mlp_dim
         out = (inner * 2 * config.num_layers) ** -0.5
-        self.gate = param(rngs, config, (width, inner), ('embed', 'mlp'), width**-0.5)
-        self.up = param(rngs, config, (width, inner), ('embed', 'mlp'), width**-0.5)
-        self.down = param(rngs, config, (inner, width), ('mlp', 'embed'), out)
+        self.gate = param(config, (width, inner), ('embed', 'mlp'), width**-0.5)
+        self.up = param(config, (width, inner), ('embed', 'mlp'), width**-0.5)
+        self.down = param(config, (inner, width), ('mlp', 'embed'), out)
         self.config = config
 
     def __call__(self, x: Array) -> Array:
@@ -148,32 +176,32 @@ class SwiGLU(nnx.Module):
 class SharedExpert(nnx.Module):
     """Parameters of the feed-forward layer beside the routed experts."""
 
-    def __init__(self, config: ModelConfig, inner: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, inner: int):
         width = config.embed_dim
         out = (inner * 2 * config.num_layers) ** -0.5
-        self.gate = param(rngs, config, (width, inner), ('embed', 'mlp'), width**-0.5)
-        self.up = param(rngs, config, (width, inner), ('embed', 'mlp'), width**-0.5)
-        self.down = param(rngs, config, (inner, width), ('mlp', 'embed'), out)
+        self.gate = param(config, (width, inner), ('embed', 'mlp'), width**-0.5)
+        self.up = param(config, (width, inner), ('embed', 'mlp'), width**-0.5)
+        self.down = param(config, (inner, width), ('mlp', 'embed'), out)
         if config.shared_gate:
-            self.shared_gate = param(rngs, config, (width,), ('embed',), width**-0.5)
+            self.shared_gate = param(config, (width,), ('embed',), width**-0.5)
 
 
 class MoE(nnx.Module):
     """Parameters of a mixture of experts; `expert_parallel.moe_layer_sharded` is the layer."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         moe, width, inner = config.moe, config.embed_dim, config.expert_dim
         assert moe is not None
         out = (inner * 2 * config.num_layers) ** -0.5
         shape, axes = (moe.experts, width, inner), ('experts', 'embed', 'mlp')
-        self.router = param(rngs, config, (moe.experts, width), (None, 'embed'), width**-0.5)
-        self.gate = param(rngs, config, shape, axes, width**-0.5)
-        self.up = param(rngs, config, shape, axes, width**-0.5)
-        self.down = param(rngs, config, (moe.experts, inner, width), axes[::2] + ('embed',), out)
+        self.router = param(config, (moe.experts, width), (None, 'embed'), width**-0.5)
+        self.gate = param(config, shape, axes, width**-0.5)
+        self.up = param(config, shape, axes, width**-0.5)
+        self.down = param(config, (moe.experts, inner, width), axes[::2] + ('embed',), out)
         if moe.selection_bias:
-            self.bias = param(rngs, config, (moe.experts,), (None,), 0)
+            self.bias = param(config, (moe.experts,), (None,), 'zeros')
         if moe.shared_experts:
-            self.shared = SharedExpert(config, inner * moe.shared_experts, rngs)
+            self.shared = SharedExpert(config, inner * moe.shared_experts)
         self.config = config
 
     def __call__(
@@ -202,11 +230,11 @@ class MoE(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm residual layer: attention, then a feed-forward layer of the given kind."""
 
-    def __init__(self, config: ModelConfig, kind: str, rngs: nnx.Rngs):
-        self.norm1 = param(rngs, config, (config.embed_dim,), ('embed',), math.inf)
-        self.attention = Attention(config, rngs)
-        self.norm2 = param(rngs, config, (config.embed_dim,), ('embed',), math.inf)
-        self.mlp = SwiGLU(config, rngs) if kind == 'dense' else MoE(config, rngs)
+    def __init__(self, config: ModelConfig, kind: str):
+        self.norm1 = param(config, (config.embed_dim,), ('embed',), 'ones')
+        self.attention = Attention(config)
+        self.norm2 = param(config, (config.embed_dim,), ('embed',), 'ones')
+        self.mlp = SwiGLU(config) if kind == 'dense' else MoE(config)
         self.config = config
 
     def __call__(
@@ -231,13 +259,13 @@ class Block(nnx.Module):
 class Trunk(nnx.Module):
     """Parameters outside the layers: embedding, final norm, head, scalar heads."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         width, vocab = config.embed_dim, config.vocab_size
-        self.embed = param(rngs, config, (vocab, width), ('vocab', 'embed'), 0.02)
-        self.norm = param(rngs, config, (width,), ('embed',), math.inf)
+        self.embed = param(config, (vocab, width), ('vocab', 'embed'), 0.02)
+        self.norm = param(config, (width,), ('embed',), 'ones')
         if not config.tied:
-            self.head = param(rngs, config, (vocab, width), ('vocab', 'embed'), 0.02)
+            self.head = param(config, (vocab, width), ('vocab', 'embed'), 0.02)
         for name in ('value', 'reward'):
             if getattr(config, f'{name}_head'):
                 # Zeros: a fresh head says 0 everywhere and still has a gradient.
-                setattr(self, name, param(rngs, config, (width,), ('embed',), 0))
+                setattr(self, name, param(config, (width,), ('embed',), 'zeros'))

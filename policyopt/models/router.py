@@ -7,13 +7,13 @@ float32 (float64 where the inputs are), whatever the model's dtype.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from policyopt.sharding import nearest
 from policyopt.types import Array, Mean
 
 SCORINGS = ('softmax', 'sigmoid')
@@ -22,11 +22,11 @@ PRECISIONS = ('default', 'high', 'highest')
 
 def check_choice(field: str, value: Any, legal: tuple[str, ...]) -> None:
     """Raise ValueError naming the field, the legal values and the nearest one."""
-    if value in legal:
-        return
-    near = difflib.get_close_matches(str(value), legal, n=1)
-    hint = f' Did you mean {near[0]!r}?' if near else ''
-    raise ValueError(f'{field}={value!r} is not one of {", ".join(map(repr, legal))}.{hint}')
+    if value not in legal:
+        raise ValueError(
+            f'{field}={value!r} is not one of {", ".join(map(repr, legal))}.'
+            f'{nearest(str(value), legal)}'
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,36 @@ def gate_weights(log_scores: Array, chosen: Array, config: MoEConfig) -> Array:
     return config.route_scale * weights
 
 
+class _Scores(NamedTuple):
+    """The live router on each token: log-scores, selection scores, probabilities; all [N,E]."""
+
+    log: Array
+    selection: Array
+    probability: Array
+    log_sum: Array  # [N], log-sum-exp of the logits
+
+
+def _live_scores(x: Array, router: Array, bias: Array | None, config: MoEConfig) -> _Scores:
+    """Scores of tokens x [N,D] in x's dtype; selection scores carry no gradient."""
+    logits = jnp.einsum(
+        'nd,ed->ne', x, router.astype(x.dtype), precision='highest', preferred_element_type=x.dtype
+    )
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    if config.scoring == 'softmax':
+        log = logits - log_sum[:, None]
+        selection = logits  # in the order of the softmax, with fewer ties
+        probability = jnp.exp(log)
+    else:
+        log = jax.nn.log_sigmoid(logits)
+        selection = jnp.exp(log)
+        probability = jax.nn.softmax(log, axis=-1)
+    if config.selection_bias:
+        assert bias is not None, 'selection_bias needs a bias'
+        chex.assert_shape(bias, (config.experts,))
+        selection = jnp.exp(log) + bias.astype(x.dtype)
+    return _Scores(log, jax.lax.stop_gradient(selection), probability, log_sum)
+
+
 def route(
     x: Array,
     router: Array,
@@ -190,35 +220,19 @@ def route(
     ok = jnp.ones(x.shape[0], bool) if valid is None else valid != 0
     chex.assert_shape(ok, (x.shape[0],))
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    clean = jnp.where(ok[:, None], x, 0).astype(dtype)
-    logits = jnp.einsum(
-        'nd,ed->ne', clean, router.astype(dtype), precision='highest', preferred_element_type=dtype
-    )
-    log_sum = jax.nn.logsumexp(logits, axis=-1)
-    if config.scoring == 'softmax':
-        log_scores = logits - log_sum[:, None]
-        probability = jnp.exp(log_scores)
-    else:
-        log_scores = jax.nn.log_sigmoid(logits)
-        probability = jax.nn.softmax(log_scores, axis=-1)
-    # Softmax keeps the order of logits, and logits have fewer ties.
-    scores = logits if config.scoring == 'softmax' else jnp.exp(log_scores)
-    if config.selection_bias:
-        assert bias is not None, 'selection_bias needs a bias'
-        chex.assert_shape(bias, (config.experts,))
-        scores = jnp.exp(log_scores) + bias.astype(dtype)
-    live = select_experts(jax.lax.stop_gradient(scores), config)
+    scores = _live_scores(jnp.where(ok[:, None], x, 0).astype(dtype), router, bias, config)
+    live = select_experts(scores.selection, config)
     experts, known = live, jnp.zeros(live.shape, bool)
     if routing is not None:
         experts = replay_experts(live, routing, config.experts)
         known = (routing >= 0) & (routing < config.experts) & ok[:, None]
-    weights = jnp.where(ok[:, None], gate_weights(log_scores, experts, config), 0)
+    weights = jnp.where(ok[:, None], gate_weights(scores.log, experts, config), 0)
     agreeing = known & jnp.any(live[:, None, :] == experts[:, :, None], axis=-1)
     stats = RouterStats(
         load=count_experts(experts, ok, config.experts, dtype),
         live_load=count_experts(live, ok, config.experts, dtype),
-        probability=jnp.sum(jnp.where(ok[:, None], probability, 0), axis=0),
-        z=jnp.sum(jnp.where(ok, log_sum, 0) ** 2),
+        probability=jnp.sum(jnp.where(ok[:, None], scores.probability, 0), axis=0),
+        z=jnp.sum(jnp.where(ok, scores.log_sum, 0) ** 2),
         tokens=jnp.sum(ok, dtype=dtype),
         replayed=jnp.sum(known, dtype=dtype),
         agreeing=jnp.sum(agreeing, dtype=dtype),

@@ -16,7 +16,7 @@ from policyopt.models import stack
 from policyopt.models.attention import attention
 from policyopt.models.cache import Cache, init_cache, places, read, write
 from policyopt.models.config import ModelConfig
-from policyopt.models.layers import Block, Trunk, rms_norm, rope_table
+from policyopt.models.layers import Block, Trunk, initialise, rms_norm, rope_table
 from policyopt.sharding import DEFAULT_RULES, Rules, constrain, make_rules
 from policyopt.types import Array
 
@@ -57,9 +57,8 @@ def _modules(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _make(config: ModelConfig, name: str, key: Array | None = None) -> nnx.Module:
-    rngs = nnx.Rngs(params=0 if key is None else key)
-    return Trunk(config, rngs) if name == 'trunk' else Block(config, name, rngs)
+def _make(config: ModelConfig, name: str) -> nnx.Module:
+    return Trunk(config) if name == 'trunk' else Block(config, name)
 
 
 def _merge(config: ModelConfig, name: str, params: Params) -> Any:
@@ -81,16 +80,14 @@ class Model:
 
     def init(self, key: Array) -> Params:
         """Fresh params from a key; jit it with out_shardings to make them sharded."""
-        config = self.config
-
-        def make(name: str, key: Array) -> Params:
-            return nnx.to_pure_dict(nnx.state(_make(config, name, key)))
-
-        trunk_key, layer_key = jax.random.split(key)
-        params = make('trunk', trunk_key)
-        for index, kind in enumerate(dict.fromkeys(config.kinds)):
-            keys = jax.random.split(jax.random.fold_in(layer_key, index), config.kinds.count(kind))
-            params[kind] = jax.vmap(functools.partial(make, kind))(keys)
+        kinds, parts = self.config.kinds, _modules(self.config)
+        keys = jax.random.split(key, len(parts))
+        params: Params = {}
+        for part_key, (name, (_, state)) in zip(keys, parts.items(), strict=True):
+            if name == 'trunk':
+                params |= initialise(state, part_key)
+            else:
+                params[name] = initialise(state, part_key, (kinds.count(name),))
         return params
 
     def axes(self) -> Params:

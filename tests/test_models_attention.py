@@ -1,0 +1,173 @@
+"""Attention backends against loops over rows, heads and queries."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policyopt import sharding
+from policyopt.models import attention as attention_lib
+from policyopt.models.attention import attention
+
+ROWS, HEADS, GROUPS, WIDTH = 2, 4, 2, 8
+
+
+def loops(q, k, v, valid=None, segments=None, offset=None):
+    """Softmax attention, one query at a time, in float64."""
+    rows, length, heads, width = q.shape
+    size, groups = k.shape[1:3]
+    out = np.zeros(q.shape)
+    for b, t, h in np.ndindex(rows, length, heads):
+        at = t + (0 if offset is None else offset[b])
+        seen = [
+            s
+            for s in range(min(at + 1, size))
+            if (valid is None or valid[b, s])
+            and (segments is None or segments[b, s] == segments[b, t])
+        ]
+        if seen:
+            g = h // (heads // groups)
+            weights = np.exp(k[b, seen, g] @ q[b, t, h] / np.sqrt(width))
+            out[b, t, h] = weights / weights.sum() @ v[b, seen, g]
+    return out
+
+
+def inputs(length, size=None, seed=0):
+    rng = np.random.default_rng(seed)
+    size = length if size is None else size
+    q = rng.normal(size=(ROWS, length, HEADS, WIDTH))
+    k, v = rng.normal(size=(2, ROWS, size, GROUPS, WIDTH))
+    return q, k, v
+
+
+def single(*arrays):
+    return [jnp.asarray(a, jnp.float32) for a in arrays]
+
+
+LENGTH = 130
+VALID = np.arange(LENGTH) < np.array([[LENGTH], [77]])
+SEGMENTS = np.sort(np.random.default_rng(1).integers(0, 4, (ROWS, LENGTH)), axis=1)
+CASES = {
+    'causal': {},
+    'padded': {'valid': VALID},
+    'packed': {'segments': SEGMENTS},
+    'both': {'valid': VALID, 'segments': SEGMENTS},
+}
+
+
+@functools.cache
+def expected(case):
+    return loops(*inputs(LENGTH), **CASES[case])
+
+
+@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('backend', ['blocked', 'xla', 'splash'])
+def test_backends_agree_with_loops(backend, case):
+    given = {name: jnp.asarray(a) for name, a in CASES[case].items()}
+    out = attention(*single(*inputs(LENGTH)), backend=backend, **given)
+    rows = CASES[case].get('valid', np.ones((ROWS, LENGTH), bool))
+    np.testing.assert_allclose(np.asarray(out)[rows], expected(case)[rows], atol=2e-6)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize('backend', ['blocked', 'splash'])
+def test_gradients_agree(backend):
+    q, k, v = single(*inputs(LENGTH))
+    target = single(expected('both'))[0] + 1
+
+    def loss(backend, q, k, v):
+        out = attention(q, k, v, valid=VALID, segments=SEGMENTS, backend=backend)
+        return jnp.sum(jnp.where(VALID[:, :, None, None], out * target, 0))
+
+    grads = [
+        jax.jit(jax.grad(functools.partial(loss, name), argnums=(0, 1, 2)))(q, k, v)
+        for name in (backend, 'xla')
+    ]
+    for a, b in zip(*grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_long_sequences_are_looped_over(monkeypatch):
+    # Small thresholds put every path of a long sequence into a short one.
+    monkeypatch.setattr(attention_lib, 'ROWS', 8)
+    monkeypatch.setattr(attention_lib, 'BLOCKS', 2)
+    monkeypatch.setattr(attention_lib, 'SAVED', 16)
+    monkeypatch.setattr(attention_lib, 'LOOPED', 24)
+    q, k, v = single(*inputs(LENGTH))
+
+    def blocked(q, k, v):
+        return attention(q, k, v, valid=VALID, segments=SEGMENTS, backend='blocked')
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.where(VALID[:, :, None, None], blocked(q, k, v), 0) ** 2)
+
+    out = jax.jit(blocked)(q, k, v)
+    np.testing.assert_allclose(np.asarray(out)[VALID], expected('both')[VALID], atol=2e-6)
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    monkeypatch.undo()
+    for a, b in zip(grads, jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_no_score_matrix_of_a_long_sequence():
+    length = 4096
+    shape = jax.ShapeDtypeStruct((1, length, 2, 4), jnp.float32)
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v, backend='blocked'))
+
+    memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape).compile()
+    whole = 2 * length * length * 4
+    assert memory.memory_analysis().temp_size_in_bytes < whole / 4
+
+
+@pytest.mark.parametrize('backend', ['auto', 'xla'])
+def test_offsets_place_queries_behind_a_cache(backend):
+    q, k, v = inputs(3, size=20)
+    offset = np.array([0, 11])
+    out = attention(*single(q, k, v), offset=jnp.asarray(offset), backend=backend)
+    np.testing.assert_allclose(out, loops(q, k, v, offset=offset), atol=2e-6)
+
+
+def test_splash_runs_on_each_devices_rows_and_heads():
+    mesh = sharding.make_mesh([('data', 2), ('tensor', 2)], jax.devices()[:4])
+    q, k, v = single(*inputs(LENGTH))
+
+    def splash(q, k, v):
+        return attention(q, k, v, valid=VALID, segments=SEGMENTS, backend='splash')
+
+    with jax.set_mesh(mesh):
+        out = jax.jit(splash)(q, k, v)
+    assert not out.sharding.is_fully_replicated
+    np.testing.assert_allclose(np.asarray(out)[VALID], expected('both')[VALID], atol=2e-6)
+
+
+def test_defaults_follow_platform_and_dtype(monkeypatch):
+    wanted = {
+        ('cpu', 'float32'): 'blocked',
+        ('tpu', 'bfloat16'): 'splash',
+        ('gpu', 'float32'): 'blocked',
+        ('gpu', 'bfloat16'): 'cudnn',
+    }
+    for (platform, dtype), name in wanted.items():
+        monkeypatch.setattr(jax, 'default_backend', lambda platform=platform: platform)
+        assert attention_lib.default_backend(dtype) == name
+
+
+def test_half_precision_softmax_is_float32():
+    q, k, v = inputs(64, seed=3)
+    half = [a.astype(jnp.bfloat16) for a in single(q, k, v)]
+    exact = loops(*[np.asarray(a, np.float64) for a in half])
+    out = attention(*half, backend='blocked')
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=2e-2)
+
+
+def test_wrong_arguments_are_named():
+    q, k, v = single(*inputs(4))
+    with pytest.raises(ValueError, match=r"attention='blokced' .*Did you mean 'blocked'"):
+        attention(q, k, v, backend='blokced')
+    with pytest.raises(ValueError, match='segments or offset'):
+        attention(q, k, v, offset=jnp.zeros(2, int), segments=jnp.zeros((2, 4), int))

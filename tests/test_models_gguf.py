@@ -1,0 +1,285 @@
+"""GGUF files written here: every quantisation, row order, tokenizers, and what is refused."""
+
+import functools
+import json
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from gguf import GGMLQuantizationType as Quantization
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from policyopt import models as po_models
+from policyopt.models import gguf_file
+
+WIDTH, INNER, HEADS, GROUPS, HEAD, VOCAB, LAYERS = 256, 512, 4, 2, 64, 300, 2
+TEXT = 'to be or not to be, that is the question: 12 + 30 = 42 <|im_end|>'
+
+
+def dense_weights():
+    """Hugging Face names and layouts."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return (rng.normal(size=shape) * 0.05).astype(np.float32)
+
+    held = {
+        'model.embed_tokens.weight': normal(VOCAB, WIDTH),
+        'model.norm.weight': 1 + normal(WIDTH),
+        'lm_head.weight': normal(VOCAB, WIDTH),
+    }
+    for i in range(LAYERS):
+        at = f'model.layers.{i}.'
+        held |= {
+            at + 'input_layernorm.weight': 1 + normal(WIDTH),
+            at + 'post_attention_layernorm.weight': 1 + normal(WIDTH),
+            at + 'self_attn.q_proj.weight': normal(HEADS * HEAD, WIDTH),
+            at + 'self_attn.k_proj.weight': normal(GROUPS * HEAD, WIDTH),
+            at + 'self_attn.v_proj.weight': normal(GROUPS * HEAD, WIDTH),
+            at + 'self_attn.o_proj.weight': normal(WIDTH, HEADS * HEAD),
+            at + 'mlp.gate_proj.weight': normal(INNER, WIDTH),
+            at + 'mlp.up_proj.weight': normal(INNER, WIDTH),
+            at + 'mlp.down_proj.weight': normal(WIDTH, INNER),
+        }
+    return held
+
+
+def file_name(name):
+    if name in gguf_file.TRUNK:
+        return gguf_file.TRUNK[name]
+    _, _, layer, rest = name.split('.', 3)
+    stem, ending = rest.rsplit('.', 1)
+    return f'blk.{layer}.{gguf_file.LAYER[stem]}.{ending}'
+
+
+def paired(rows, heads):
+    """Rows of a rotary projection in the order of Llama files: (0, hd/2, 1, hd/2 + 1, ...)."""
+    order = np.arange(rows.shape[0]).reshape(heads, 2, -1).swapaxes(1, 2).ravel()
+    return rows[order]
+
+
+def k_quant_bytes(shape, kind):
+    """Random but finite blocks of the formats that the package can only read."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(1).integers(0, 256, (*shape[:-1], shape[-1] // block, size))
+    data = data.astype(np.uint8)
+    scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    at = [0, 2] if kind == Quantization.Q4_K else [size - 2]
+    for start in at:
+        data[..., start : start + 2] = scale
+    return data.reshape(*shape[:-1], -1)
+
+
+@functools.cache
+def trained():
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=['<|endoftext|>', '<|im_start|>', '<|im_end|>'],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(['to be or not to be that is the question ' * 20] * 20, trainer)
+    return inner
+
+
+def write(path, quantization=Quantization.F32, family='llama', change=None, tokenizer=True):
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_context_length(128)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(GROUPS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(5000.0)
+    if tokenizer:
+        add_byte_level(writer)
+    if change:
+        change(writer)
+    stored = {}
+    for name, tensor in dense_weights().items():
+        at, raw = file_name(name), tensor
+        if family == 'llama' and ('q_proj' in name or 'k_proj' in name):
+            raw = paired(tensor, HEADS if 'q_proj' in name else GROUPS)
+        kind = quantization if raw.ndim == 2 else Quantization.F32
+        if kind in (Quantization.Q4_K, Quantization.Q6_K):
+            data = k_quant_bytes(raw.shape, kind)
+        else:
+            data = gguf.quantize(raw, kind)
+        stored[at] = gguf.dequantize(data, kind)
+        if kind == Quantization.F32:
+            writer.add_tensor(at, raw)
+        elif kind == Quantization.F16:
+            writer.add_tensor(at, raw.astype(np.float16))
+        else:
+            writer.add_tensor(at, data, raw_shape=data.shape, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def add_byte_level(writer):
+    vocab = trained().get_vocab(with_added_tokens=True)
+    tokens = sorted(vocab, key=vocab.get)
+    merges = json.loads(trained().to_str())['model']['merges']
+    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_pre('smollm')
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i < 3 else 1 for i in range(len(tokens))])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else ' '.join(merge) for merge in merges]
+    )
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template('{{ messages }}')
+
+
+@pytest.mark.parametrize('name', gguf_file.QUANTIZATIONS)
+def test_every_quantisation_as_the_package_dequantises_it(name, tmp_path):
+    stored = write(tmp_path / 'model.gguf', Quantization[name], tokenizer=False)
+    model, params = po_models.load(tmp_path / 'model.gguf')
+    assert model.tokenizer is None
+    assert not model.config.tied
+    layer = params['dense']
+    for i in range(LAYERS):
+        blk = {k.split('.')[2]: v for k, v in stored.items() if k.startswith(f'blk.{i}.')}
+        np.testing.assert_array_equal(layer['mlp']['down'][i], blk['ffn_down'].T)
+        np.testing.assert_array_equal(layer['mlp']['gate'][i], blk['ffn_gate'].T)
+        for key, heads in (('q', HEADS), ('k', GROUPS)):
+            # Neighbours (2j, 2j + 1) of a head in the file are rows j and hd/2 + j here.
+            rows = blk[f'attn_{key}'].reshape(heads, HEAD // 2, 2, WIDTH)
+            kernel = np.asarray(layer['attention'][key][i])
+            np.testing.assert_array_equal(
+                kernel[:, :, : HEAD // 2], rows[:, :, 0].transpose(2, 0, 1)
+            )
+            np.testing.assert_array_equal(
+                kernel[:, :, HEAD // 2 :], rows[:, :, 1].transpose(2, 0, 1)
+            )
+        out = blk['attn_output'].T.reshape(HEADS, HEAD, WIDTH)
+        np.testing.assert_array_equal(layer['attention']['o'][i], out)
+    np.testing.assert_array_equal(params['embed'], stored['token_embd.weight'])
+    np.testing.assert_array_equal(params['head'], stored['output.weight'])
+
+
+def test_same_model_as_the_hugging_face_folder(tmp_path):
+    write(tmp_path / 'model.gguf')
+    model, params = po_models.load(tmp_path / 'model.gguf')
+    po_models.save(model, params, tmp_path / 'folder')
+    held = safetensors.numpy.load_file(tmp_path / 'folder' / 'model.safetensors')
+    for name, tensor in dense_weights().items():
+        np.testing.assert_array_equal(held[name], tensor)
+    again, _ = po_models.load(tmp_path / 'folder')
+    assert again.config == model.config
+    assert model.config.rope_theta == 5000.0
+    assert model.config.eos_ids == (2,)
+    assert again.tokenizer.encode(TEXT) == model.tokenizer.encode(TEXT)
+    assert again.tokenizer.eos_id == 2
+    assert again.tokenizer.chat_template == '{{ messages }}'
+
+
+def test_qwen_files_have_biases_and_keep_the_row_order(tmp_path):
+    bias = np.arange(HEADS * HEAD, dtype=np.float32)
+
+    def change(writer):
+        for i in range(LAYERS):
+            writer.add_tensor(f'blk.{i}.attn_q.bias', bias)
+            writer.add_tensor(f'blk.{i}.attn_k.bias', bias[: GROUPS * HEAD])
+            writer.add_tensor(f'blk.{i}.attn_v.bias', bias[: GROUPS * HEAD])
+
+    write(tmp_path / 'a.gguf', family='qwen2', change=change, tokenizer=False)
+    _, params = po_models.load(tmp_path / 'a.gguf')
+    rows = dense_weights()['model.layers.1.self_attn.k_proj.weight']
+    kernel = params['dense']['attention']['k'][1]
+    np.testing.assert_array_equal(kernel, rows.T.reshape(WIDTH, GROUPS, HEAD))
+    np.testing.assert_array_equal(params['dense']['attention']['q_bias'][1].ravel(), bias)
+    write(tmp_path / 'b.gguf', family='qwen3', tokenizer=False)
+    with pytest.raises(ValueError, match=r'lacks blk\.0\.attn_q_norm\.weight'):
+        po_models.load(tmp_path / 'b.gguf')
+
+
+def test_byte_level_tokenizer(tmp_path):
+    write(tmp_path / 'model.gguf')
+    tokenizer = po_models.load(tmp_path / 'model.gguf')[0].tokenizer
+    ids = tokenizer.encode(TEXT)
+    assert ids == trained().encode(TEXT).ids
+    assert ids[-1] == tokenizer.eos_id == 2
+    assert tokenizer.decode(ids) == TEXT.removesuffix('<|im_end|>')
+    assert tokenizer.decode(jnp.asarray(tokenizer.encode('naïve 漢字'))) == 'naïve 漢字'
+    assert (tokenizer.bos_id, tokenizer.pad_id) == (1, 0)
+    assert tokenizer.chat_template == '{{ messages }}'
+
+
+def test_sentencepiece_tokenizer(tmp_path):
+    pieces = ['<unk>', '<s>', '</s>', *(f'<0x{i:02X}>' for i in range(256))]
+    pieces += ['▁', 'a', 'b', 'c', 'ab', '▁a', '▁ab', 'bc']
+    scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -9.0, -2.0, -3.0, -1.0, -4.0]
+    pieces += [f'<extra{i}>' for i in range(VOCAB - len(pieces))]
+    scores += [-20.0] * (VOCAB - len(scores))
+
+    def change(writer):
+        writer.add_tokenizer_model('llama')
+        writer.add_token_list(pieces)
+        writer.add_token_scores(scores)
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (VOCAB - 259))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+
+    write(tmp_path / 'model.gguf', change=change, tokenizer=False)
+    tokenizer = po_models.load(tmp_path / 'model.gguf')[0].tokenizer
+    # '▁abc bé': the best pair merges first: a b (-2), then ▁ ab (-1); 'bc' comes too late.
+    ids = tokenizer.encode('abc bé</s>')
+    named = [tokenizer.inner.id_to_token(i) for i in ids]
+    assert named == ['▁ab', 'c', '▁', 'b', '<0xC3>', '<0xA9>', '</s>']
+    assert tokenizer.decode(ids) == 'abc bé'
+
+
+REFUSED = [
+    ('falcon', None, r"general\.architecture='falcon'"),
+    ('llama', lambda w: w.add_expert_count(4), r'llama\.expert_count'),
+    (
+        'llama',
+        lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+        r"llama\.rope\.scaling\.type='yarn'",
+    ),
+    ('llama', lambda w: w.add_rope_dimension_count(32), r'rope\.dimension_count'),
+    ('llama', lambda w: w.add_key_length(32), r"'blk\.0\.attn_q\.weight' has shape"),
+    (
+        'llama',
+        lambda w: w.add_tensor('rope_freqs.weight', np.ones(32, np.float32)),
+        r'no use for rope_freqs\.weight',
+    ),
+]
+
+
+@pytest.mark.parametrize(('family', 'change', 'message'), REFUSED)
+def test_files_that_cannot_be_read_say_why(family, change, message, tmp_path):
+    write(tmp_path / 'model.gguf', family=family, change=change, tokenizer=False)
+    with pytest.raises(ValueError, match=message):
+        po_models.load(tmp_path / 'model.gguf')
+
+
+def test_unknown_tokenizers_and_quantisations_are_named(tmp_path):
+    def change(writer):
+        writer.add_tokenizer_model('gpt2')
+        writer.add_tokenizer_pre('smolm')
+
+    write(tmp_path / 'a.gguf', change=change, tokenizer=False)
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre='smolm'.*Did you mean 'smollm'"):
+        po_models.load(tmp_path / 'a.gguf')
+    write(tmp_path / 'b.gguf', Quantization.Q5_0, tokenizer=False)
+    with pytest.raises(ValueError, match=r"quantisation of 'token_embd\.weight'='Q5_0'"):
+        po_models.load(tmp_path / 'b.gguf')

@@ -1,0 +1,307 @@
+"""Golden checkpoints of each family: logits, routing, greedy text, loss, gradients, round trips."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from policyopt import models
+from policyopt.models import moe
+from policyopt.models import tensors as tensors_lib
+
+GOLDEN = pathlib.Path(__file__).parent / 'data' / 'hf'
+FAMILIES = ('llama_tied', 'qwen2', 'qwen3', 'qwen3_moe', 'mixtral')
+MOE = ('qwen3_moe', 'mixtral')
+# Where a compile is long, families whose features the others cover too wait for the slow suite.
+COSTLY = [
+    pytest.param(family, marks=pytest.mark.slow) if family in ('qwen2', 'mixtral') else family
+    for family in FAMILIES
+]
+
+
+@functools.cache
+def golden(family):
+    model, params = models.load(GOLDEN / family)
+    expected = dict(np.load(GOLDEN / family / 'expected.npz'))
+    tokens = jnp.asarray(expected['tokens'], jnp.int32)
+    valid = expected['attention_mask'].astype(bool)
+    return model, params, expected, tokens, valid
+
+
+@functools.cache
+def compiled(family):
+    """One compile each: apply on [2,24] and extend by up to 8 tokens, so that tests share them."""
+    model = golden(family)[0]
+    return jax.jit(model.apply), jax.jit(model.extend)
+
+
+@functools.cache
+def forward(family):
+    _, params, _, tokens, valid = golden(family)
+    return compiled(family)[0](params, tokens, valid=jnp.asarray(valid))
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_logits(family):
+    _, _, expected, _, valid = golden(family)
+    difference = np.abs(np.asarray(forward(family).logits) - expected['logits'])[valid]
+    assert not valid.all()  # a right-padded row is among them
+    assert difference.max() < 5e-6, difference.max()
+
+
+@pytest.mark.parametrize('family', MOE)
+def test_router_logits_and_choices(family, monkeypatch):
+    model, params, expected, tokens, valid = golden(family)
+    wanted = expected['router_logits'].reshape(-1, *tokens.shape, model.config.moe.experts)
+    seen, original = [], moe.route
+
+    def watched(x, router, *rest):
+        jax.debug.callback(lambda x, w: seen.append(x @ w.T), x, router, ordered=True)
+        return original(x, router, *rest)
+
+    monkeypatch.setattr(moe, 'route', watched)
+    routing = np.asarray(model.hidden(params, tokens, valid=jnp.asarray(valid)).routing)
+    jax.effects_barrier()
+    logits = np.reshape(seen, wanted.shape)
+    np.testing.assert_allclose(logits[:, valid], wanted[:, valid], atol=5e-6)
+    assert routing.dtype == np.int8
+    assert (routing[~valid] == -1).all()
+    for i in range(wanted.shape[0]):
+        best = np.argsort(-wanted[i][valid], axis=-1)[:, : model.config.moe.top_k]
+        assert (np.sort(routing[valid][:, i]) == np.sort(best)).all()
+
+
+@pytest.mark.parametrize('family', COSTLY)
+def test_cross_entropy_and_gradient_norm(family):
+    model, params, expected, tokens, _ = golden(family)
+
+    def loss(params):
+        logp = jax.nn.log_softmax(model.apply(params, tokens[:1]).logits[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logp, tokens[:1, 1:, None], axis=-1))
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradient)))
+    np.testing.assert_allclose(value, expected['cross_entropy'], rtol=1e-5)
+    np.testing.assert_allclose(norm, expected['grad_norm'], rtol=1e-4)
+
+
+@pytest.mark.parametrize('family', COSTLY)
+def test_greedy_with_and_without_cache(family):
+    model, params, expected, _, _ = golden(family)
+    apply, extend = compiled(family)
+    head = np.asarray(model.head(params))
+    wanted = expected['greedy'][0]
+    cached = plain = list(wanted[:8])
+    cache, fed = model.init_cache(2, 32), cached
+    for _ in range(8, len(wanted)):
+        chunk = np.zeros((2, 8), np.int32)
+        chunk[0, : len(fed)] = fed
+        out, cache = extend(params, cache, chunk, jnp.array([len(fed), 0]))
+        fed = [int(np.argmax(head @ out.hidden[0, len(fed) - 1]))]
+        cached = cached + fed
+        row = np.zeros((2, 24), np.int32)
+        row[:, : len(plain)] = plain
+        logits = apply(params, row, valid=np.arange(24) < np.array([[len(plain)], [3]])).logits
+        plain = [*plain, int(np.argmax(logits[0, len(plain) - 1]))]
+    assert cached == plain == list(wanted)
+    assert int(cache.length[1]) == 0
+
+
+def log_probs(logits, tokens):
+    logits = np.asarray(logits, np.float64)
+    top = logits.max(-1, keepdims=True)
+    logp = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    return np.take_along_axis(logp, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_cached_log_probs_agree_with_uncached(family):
+    # Rows at different lengths: prefill of 7 and 3 tokens, single tokens, chunks of uneven counts.
+    model, params, expected, tokens, _ = golden(family)
+    apply, extend = compiled(family)
+    width = tokens.shape[1]
+    tokens = tokens.at[1].set(jnp.roll(tokens[0], 5))  # both rows full
+    full = apply(params, tokens, valid=jnp.ones(tokens.shape, bool)).logits
+    cache = model.init_cache(2, 32)
+    hidden = np.zeros((2, width, model.config.embed_dim), np.float32)
+    done = np.zeros(2, int)
+    for counts in ([7, 3], [1, 1], [1, 0], [5, 7], [1, 1], [7, 7], [2, 5]):
+        chunk = np.zeros((2, 8), np.int32)
+        for row, count in enumerate(counts):
+            chunk[row, :count] = tokens[row, done[row] : done[row] + count]
+        out, cache = extend(params, cache, chunk, jnp.asarray(counts))
+        for row, count in enumerate(counts):
+            hidden[row, done[row] : done[row] + count] = out.hidden[row, :count]
+        done += counts
+    assert (done == width).all()
+    assert (np.asarray(cache.length) == width).all()
+    cached = log_probs(hidden[:, :-1] @ np.asarray(model.head(params)).T, tokens[:, 1:])
+    difference = np.abs(cached - log_probs(full[:, :-1], tokens[:, 1:]))
+    scale = max(1.0, np.abs(expected['logits']).max())
+    print(f'{family}: median {np.median(difference):.1e}, max {difference.max():.1e}')
+    assert np.median(difference) <= 2e-6 * scale, np.median(difference)
+    assert difference.max() <= 2e-5 * scale, difference.max()
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_round_trip_is_bit_for_bit(family, tmp_path):
+    model, params, *_ = golden(family)
+    models.save(model, params, tmp_path)
+    original = safetensors.numpy.load_file(GOLDEN / family / 'model.safetensors')
+    written = safetensors.numpy.load_file(tmp_path / 'model.safetensors')
+    assert set(written) == set(original)
+    for name, tensor in original.items():
+        assert tensor.dtype == written[name].dtype
+        assert (tensor == written[name]).all()
+    again, same = models.load(tmp_path)
+    assert again == model
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, same))
+    theirs = json.loads((GOLDEN / family / 'config.json').read_text())
+    ours = json.loads((tmp_path / 'config.json').read_text())
+    assert all(ours[key] == theirs[key] for key in ours.keys() & theirs.keys() - {'head_dim'})
+
+
+def test_sharded_index_is_written_and_read(tmp_path):
+    model, params, *_ = golden('qwen3_moe')
+    models.save(model, params, tmp_path)
+    models.save(model, params, tmp_path, shard_bytes=100_000)
+    index = json.loads((tmp_path / tensors_lib.INDEX).read_text())
+    files = sorted(set(index['weight_map'].values()))
+    assert len(files) > 4
+    assert files[0] == f'model-00001-of-{len(files):05d}.safetensors'
+    held = {}
+    for file in files:
+        shard = safetensors.numpy.load_file(tmp_path / file)
+        assert all(index['weight_map'][name] == file for name in shard)
+        held |= shard
+    assert index['metadata']['total_size'] == sum(tensor.nbytes for tensor in held.values())
+    _, same = models.load(tmp_path)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, same))
+    models.save(model, params, tmp_path)  # one file again: the index must not outlive its files
+    assert not (tmp_path / tensors_lib.INDEX).exists()
+
+
+def test_bfloat16_checkpoint_keeps_its_bits(tmp_path):
+    model, params = models.load(GOLDEN / 'qwen3', param_dtype='bfloat16')
+    models.save(model, params, tmp_path)
+    again, same = models.load(tmp_path)
+    assert again.config.param_dtype == again.config.dtype == 'bfloat16'
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(same), strict=True):
+        assert b.dtype == jnp.bfloat16
+        assert (a.view(jnp.uint16) == b.view(jnp.uint16)).all()
+
+
+def copy(family, folder, change_config=None, change_tensors=None):
+    shutil.copytree(GOLDEN / family, folder)
+    config = json.loads((folder / 'config.json').read_text())
+    held = safetensors.numpy.load_file(folder / 'model.safetensors')
+    if change_config:
+        change_config(config)
+    if change_tensors:
+        change_tensors(held)
+    (folder / 'config.json').write_text(json.dumps(config))
+    safetensors.numpy.save_file(held, folder / 'model.safetensors')
+    return folder
+
+
+WRONG_CONFIGS = [
+    ('llama_tied', {'model_type': 'lama'}, r"model_type='lama' .*Did you mean 'llama'"),
+    ('llama_tied', {'hidden_act': 'gelu'}, "hidden_act='gelu' .*silu"),
+    ('llama_tied', {'attention_bias': True}, 'attention_bias=True'),
+    ('llama_tied', {'mlp_bias': True}, 'mlp_bias=True'),
+    ('llama_tied', {'rope_parameters': {'rope_type': 'yarn'}}, "rope_type='yarn'"),
+    ('llama_tied', {'hidden_size': None}, 'hidden_size=None'),
+    ('qwen2', {'use_sliding_window': True}, 'use_sliding_window=True'),
+    ('qwen3', {'layer_types': ['sliding_attention'] * 3}, 'layer_types .*sliding_attention'),
+    ('mixtral', {'sliding_window': 16}, 'sliding_window=16'),
+    ('qwen3_moe', {'mlp_only_layers': [0, 1, 2]}, 'mlp_only_layers'),
+]
+
+
+@pytest.mark.parametrize(('family', 'change', 'message'), WRONG_CONFIGS)
+def test_configs_that_cannot_be_read_name_the_field(family, change, message, tmp_path):
+    folder = copy(family, tmp_path / 'model', lambda config: config.update(change))
+    with pytest.raises(ValueError, match=message):
+        models.load(folder)
+
+
+def test_wrong_tensors_are_named_before_memory_is_allocated(tmp_path, monkeypatch):
+    def never(*_):
+        raise AssertionError('a tensor was read')
+
+    monkeypatch.setattr('policyopt.models.loading._place', never)
+    name = 'model.layers.1.mlp.up_proj.weight'
+    cases = [
+        (lambda held: held.pop(name), f'lacks {name}'),
+        (lambda held: held.update(extra=held[name]), 'no use for extra'),
+        (
+            lambda held: held.update({name: held[name][:-1].copy()}),
+            r'up_proj.weight.* shape \(95, 48\).* says \(96, 48\)',
+        ),
+        (
+            lambda held: held.update({'lm_head.weight': held['model.embed_tokens.weight'] + 1}),
+            'tie_word_embeddings is true, but lm_head.weight differs',
+        ),
+    ]
+    for number, (change, message) in enumerate(cases):
+        folder = copy('llama_tied', tmp_path / str(number), change_tensors=change)
+        with pytest.raises(ValueError, match=message):
+            models.load(folder)
+    with pytest.raises(ValueError, match="no override 'remt'. Did you mean 'remat'"):
+        models.load(GOLDEN / 'llama_tied', remt='full')
+    with pytest.raises(FileNotFoundError, match=r'config\.json'):
+        models.load(tmp_path)
+
+
+def test_repeated_tied_head_and_old_constants_are_accepted(tmp_path):
+    def change(held):
+        held['lm_head.weight'] = held['model.embed_tokens.weight'].copy()
+        held['model.layers.0.self_attn.rotary_emb.inv_freq'] = np.ones(6, np.float32)
+
+    folder = copy('llama_tied', tmp_path / 'model', change_tensors=change)
+    model, params = models.load(folder)
+    assert model.config.tied
+    assert 'head' not in params
+
+
+def test_a_head_that_the_checkpoint_lacks_starts_at_zero_and_is_saved(tmp_path):
+    model, params = models.load(GOLDEN / 'qwen3', value_head=True, reward_head=True)
+    assert (params['value'] == 0).all()
+    params |= {'value': jnp.arange(48.0), 'reward': jnp.arange(48.0) + 1}
+    models.save(model, params, tmp_path)
+    again, same = models.load(tmp_path)
+    assert again == model
+    np.testing.assert_array_equal(same['value'], np.arange(48.0))
+    np.testing.assert_array_equal(same['reward'], np.arange(48.0) + 1)
+
+
+def test_models_that_no_family_expresses_round_trip(tmp_path):
+    router = models.MoEConfig(4, 2, scoring='sigmoid', selection_bias=True, shared_experts=2)
+    config = models.ModelConfig(
+        vocab_size=31,
+        embed_dim=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        mlp_dim=24,
+        moe=router,
+        expert_dim=8,
+        moe_layers=(1,),
+        shared_gate=True,
+        tied=False,
+        rope_scaling=models.RopeScaling('llama3', 4.0, 1.0, 4.0, 64),
+        eos_ids=(1, 2),
+    )
+    model = models.build(config)
+    params = jax.jit(model.init)(jax.random.key(0))
+    models.save(model, params, tmp_path)
+    again, same = models.load(tmp_path)
+    assert dataclasses.replace(again.config, family='') == config
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, same))
