@@ -115,6 +115,7 @@ def make_learner(
     optimizer: optax.GradientTransformation,
     *,
     temperature: float = 1.0,
+    allowed: Any = None,
     microbatches: int = 1,
     diagnose: Callable[[LossInputs], Metrics] = diagnostics.diagnose,
 ) -> Learner:
@@ -130,6 +131,7 @@ def make_learner(
       algorithm: its `loss`, `prepare`, `controllers` and `update` are used here.
       optimizer: for gradient rules.
       temperature: that of the sampler; log-probs are scored under the distribution drawn from.
+      allowed: [V] bool, the sampler's set of tokens (`sampling.allowed_mask`); None allows all.
       microbatches: parts of a minibatch; they must divide its rows, and change memory only.
       diagnose: LossInputs -> metrics beside those of the loss.
 
@@ -139,6 +141,8 @@ def make_learner(
     """
     if not temperature > 0:
         raise ValueError(f'temperature is {temperature}; training needs one above 0')
+
+    score = functools.partial(scoring.score, model, temperature=temperature, allowed=allowed)
 
     def init(params: Any, key: Array) -> TrainState:
         return TrainState(
@@ -150,7 +154,7 @@ def make_learner(
         )
 
     def evaluate(params: Any, batch: TokenBatch, weights: Any, coefficients: Mapping[str, Array]):
-        scores = scoring.score(model, params, batch, temperature=temperature)
+        scores = score(params, batch)
         inputs = loss_inputs(batch, scores, coefficients)
         out = algorithm.loss.apply(inputs, weights)
         return out.loss, (out.metrics | diagnose(inputs), scores.logp_new)
@@ -188,7 +192,7 @@ def make_learner(
 
         def kl(params: Any, part: tuple[TokenBatch, Any], centred: bool = False) -> Array:
             batch = part[0]
-            logp = scoring.score(model, params, batch, temperature=temperature).logp_new
+            logp = score(params, batch).logp_new
             old = jax.lax.stop_gradient(logp) if centred else batch.logp_old
             log_ratio = masked.select(batch.mask, logp - old)
             return jnp.sum(masked.bounded_exp(log_ratio) - 1 - log_ratio) / tokens

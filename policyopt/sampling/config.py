@@ -241,7 +241,7 @@ def check_config(model: Any, config: SamplingConfig) -> None:
         raise ValueError(f'force_eos is on, but end of sequence, {ends[0]}, may not be drawn')
 
 
-def allowed_mask(config: SamplingConfig, vocab_size: int) -> np.ndarray | None:
+def allowed_mask(config: SamplingConfig, vocab_size: int) -> Any:
     """The run's set of tokens, [V] bool, None where it is all; `scoring.score` takes the same."""
     if config.allowed_ids is None and not config.banned_ids:
         return None

@@ -128,14 +128,12 @@ class Buffers:
             dtype = np.int8 if config.moe.experts <= 128 else np.int16
         dtypes = {name: np.int32 if name in integers else np.float32 for name in shapes}
         dtypes['routing'] = dtype
-        return cls(
-            **{
-                name: None
-                if shape is None
-                else np.full((slots, size, *shape), cls.FILL[name], dtypes[name])
-                for name, shape in shapes.items()
-            }
-        )
+        arrays: dict[str, Any] = {
+            name: np.full((slots, size, *shape), cls.FILL[name], dtypes[name])
+            for name, shape in shapes.items()
+            if shape is not None
+        }
+        return cls(**{'support': None, 'routing': None, **arrays})
 
     def copy(self, slot: int, length: int) -> dict[str, np.ndarray | None]:
         """The first `length` entries of a slot, by name."""
