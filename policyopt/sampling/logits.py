@@ -109,7 +109,8 @@ def scale(logits: Array, temperature: Array) -> Array:
 
 def most_probable(logits: Array, size: int) -> Kept:
     """The `size` largest logits: [B,V] -> Kept; -inf is never kept, fewer leave pads."""
-    top, ids = jax.lax.top_k(logits, min(size, logits.shape[1]))
+    # top_k orders -0 below 0; here they tie.
+    top, ids = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(size, logits.shape[1]))
     pad = ((0, 0), (0, size - top.shape[1]))
     kept = Kept(
         jnp.pad(ids.astype(jnp.int32), pad, constant_values=-1),
@@ -205,8 +206,9 @@ def draw(
     token = jnp.maximum(_at(kept.ids, slot), 0)
     logp = _at(shifted, slot) - jnp.log(jnp.sum(weight, axis=1))
     logp_full = _at(full, token) - top - jnp.log(total)
-    fault = jnp.where(kept.logits[:, 0] == -jnp.inf, NONE_ALLOWED, _fault(top, total))
-    return Draw(token, logp, logp_full, kept.ids, fault)
+    fault = _fault(top, total)
+    none = (fault == 0) & (kept.logits[:, 0] == -jnp.inf)
+    return Draw(token, logp, logp_full, kept.ids, jnp.where(none, NONE_ALLOWED, fault))
 
 
 def inverse_cdf(weight: Array, uniform: Array) -> Array:
