@@ -174,8 +174,8 @@ class EngineConfig:
         longest prompt + max_new_tokens, where prompts are known (`sample_continuous`).
       steps: tokens per slot between two looks of the host. A call ends early when a slot is free
         and a prompt waits.
-      prefill_rows: prompts in one prefill; shorter batches are filled up, so that a prompt's
-        numbers do not depend on who came with it.
+      prefill_rows: prompts in one prefill where so many wait and have a slot, else one alone. Above
+        1 it is faster, and a row's last bits may depend on who waited with it.
       prefill_width: shortest prefill; wider ones are this times a power of two.
       bucket: shortest stretch of the cache that attention reads; longer ones are this times a power
         of two.

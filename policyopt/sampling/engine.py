@@ -200,7 +200,9 @@ class Engine:
             key = row.prefix_key()
             if self._table.prefill_bucket(row.length) == bucket and key not in self._prefixes:
                 new.setdefault(key, row)
-        keys = list(new)[: self._engine.prefill_rows]
+        # Two shapes, so that little is compiled and nothing is padded.
+        together = self._engine.prefill_rows
+        keys = list(new)[: together if len(new) >= together else 1]
         prefix = self._table.prefill(params, [new[key] for key in keys])
         self._prefixes |= {key: (prefix, i) for i, key in enumerate(keys)}
 

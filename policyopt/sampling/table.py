@@ -127,8 +127,8 @@ class Table:
         return row
 
     def prefill(self, params: Any, rows: Sequence[Row]) -> slots_lib.Prefix:
-        """Run the tokens of at most `prefill_rows` rows of one `prefill_bucket`."""
-        shape = (self._engine.prefill_rows, self.prefill_bucket(rows[0].length))
+        """Run the tokens of rows of one `prefill_bucket`."""
+        shape = (len(rows), self.prefill_bucket(rows[0].length))
         tokens, count = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)
         for i, row in enumerate(rows):
             tokens[i, : row.length], count[i] = row.tokens, row.length
