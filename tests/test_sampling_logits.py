@@ -74,6 +74,18 @@ def test_support_equals_a_brute_force_nucleus_with_ties():
     assert not np.any(drawn.fault)
 
 
+def test_the_most_probable_of_a_large_vocabulary_with_ties():
+    rng = np.random.default_rng(4)
+    logits = np.round(rng.normal(0, 1, (50, 3005)) * 3) / 3 + 0.0  # no -0
+    logits[0] = -np.inf
+    logits[1, 5:] = -np.inf
+    kept = jax.jit(lib.most_probable, static_argnums=1)(jnp.asarray(logits, jnp.float32), 16)
+    for row in range(50):
+        order = sorted(range(3005), key=lambda i: (-logits[row, i], i))[:16]
+        expected = [i if logits[row, i] > -np.inf else -1 for i in order]
+        assert kept.ids[row].tolist() == expected
+
+
 def test_ties_go_to_the_lower_id_everywhere():
     logits = jnp.zeros((1, 6)).at[0, 1].set(-1.0)
     for settings, expected in (

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from policyopt.types import Array, struct
 
 BLOCK = 128  # tokens whose mass is summed before one block is opened
+GROUP = 32  # tokens whose largest logit is compared before one group is opened
 
 NOT_FINITE, NONE_ALLOWED = 1, 2  # faults of a row's logits
 
@@ -103,14 +104,17 @@ def force(logits: Array, token: Array, when: Array) -> Array:
 
 
 def scale(logits: Array, temperature: Array) -> Array:
-    """logits [B,V] / temperature [B]; rows at temperature 0, which are greedy, stay as they are."""
-    return logits / jnp.where(temperature == 0, 1, temperature)[:, None]
+    """logits [B,V] / temperature [B]; rows at temperature 0, which are greedy, stay as they are.
+
+    -0 becomes 0: `jax.lax.top_k` would put it behind, and here they tie.
+    """
+    scaled = logits / jnp.where(temperature == 0, 1, temperature)[:, None]
+    return jnp.where(scaled == 0, 0, scaled)
 
 
 def most_probable(logits: Array, size: int) -> Kept:
-    """The `size` largest logits: [B,V] -> Kept; -inf is never kept, fewer leave pads."""
-    # top_k orders -0 below 0; here they tie.
-    top, ids = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(size, logits.shape[1]))
+    """The `size` largest of scaled logits: [B,V] -> Kept; -inf is never kept, fewer leave pads."""
+    top, ids = _top_k(logits, min(size, logits.shape[1]))
     pad = ((0, 0), (0, size - top.shape[1]))
     kept = Kept(
         jnp.pad(ids.astype(jnp.int32), pad, constant_values=-1),
@@ -138,14 +142,9 @@ def keep_min_p(kept: Kept, p: Array) -> Kept:
     return _keep(kept, kept.logits >= least)
 
 
-def truncate(logits: Array, params: Params, size: int) -> Kept:
-    """The tokens that scaled logits [B,V] leave: top-k, then top-p, then min-p inside `size`.
-
-    At temperature 0 the most probable one alone.
-    """
-    kept = keep_top_k(
-        most_probable(logits, size), jnp.where(params.temperature == 0, 1, params.top_k)
-    )
+def truncate(kept: Kept, params: Params) -> Kept:
+    """What top-k, then top-p, then min-p leave; at temperature 0 the most probable token alone."""
+    kept = keep_top_k(kept, jnp.where(params.temperature == 0, 1, params.top_k))
     return keep_min_p(keep_top_p(kept, params.top_p), params.min_p)
 
 
@@ -186,8 +185,9 @@ def draw(
     if allowed is not None:
         logits = allow(logits, allowed)
     full = scale(logits, params.temperature)
-    top, blocks, total = _mass(full)
     if size is None:
+        top = jnp.max(full, axis=1)
+        blocks, total = _mass(full, top)
         greedy = params.temperature == 0
         token = jnp.where(
             greedy, _first_best(full, top, greedy), _from_blocks(full, top, blocks, uniform)
@@ -199,7 +199,11 @@ def draw(
         masked = allow(masked, mask)
     if forced is not None:
         masked = force(masked, *forced)
-    kept = truncate(masked, params, size)
+    best = most_probable(masked, size)
+    kept = truncate(best, params)
+    # Where no row has masks of its own, the first of the best is the largest: a pass less.
+    top = best.logits[:, 0] if masked is full else jnp.max(full, axis=1)
+    _, total = _mass(full, top)
     shifted = kept.logits - kept.logits[:, :1]
     weight = jnp.exp(shifted)
     slot = inverse_cdf(weight, uniform)
@@ -236,13 +240,12 @@ def _first_above(weight: Array, cumulative: Array, target: Array) -> Array:
     return jnp.minimum(first, last).astype(jnp.int32)
 
 
-def _mass(logits: Array) -> tuple[Array, Array, Array]:
-    """Largest logit [B], sums of exp(logit - largest) over blocks [B,n] and over all [B]."""
+def _mass(logits: Array, top: Array) -> tuple[Array, Array]:
+    """Sums of exp(logit - top), `top` [B] the largest, over blocks [B,n] and over all [B]."""
     rows, width = logits.shape
-    top = jnp.max(logits, axis=1)
     padded = jnp.pad(logits, ((0, 0), (0, -width % BLOCK)), constant_values=-jnp.inf)
     blocks = jnp.sum(jnp.exp(padded - top[:, None]).reshape(rows, -1, BLOCK), axis=2)
-    return top, blocks, jnp.sum(blocks, axis=1)
+    return blocks, jnp.sum(blocks, axis=1)
 
 
 def _from_blocks(logits: Array, top: Array, blocks: Array, uniform: Array) -> Array:
@@ -256,6 +259,23 @@ def _from_blocks(logits: Array, top: Array, blocks: Array, uniform: Array) -> Ar
     weight = jnp.exp(inside - top[:, None])
     slot = _first_above(weight, jnp.cumsum(weight, axis=1), target - before)
     return _at(ids, slot)
+
+
+def _top_k(logits: Array, k: int) -> tuple[Array, Array]:
+    """`jax.lax.top_k`, over the k groups of tokens with the largest maxima where V is large.
+
+    These hold all k: whatever is in another group has k maxima before it. Groups stay in the order
+    of their ids, so that ties fall as in one step.
+    """
+    rows, width = logits.shape
+    if width < 4 * GROUP * k:
+        return jax.lax.top_k(logits, k)
+    pad = ((0, 0), (0, -width % GROUP))
+    groups = jnp.pad(logits, pad, constant_values=-jnp.inf).reshape(rows, -1, GROUP)
+    best = jnp.sort(jax.lax.top_k(jnp.max(groups, axis=2), k)[1], axis=1)
+    found = jnp.take_along_axis(groups, best[:, :, None], axis=1, mode='clip').reshape(rows, -1)
+    top, at = jax.lax.top_k(found, k)
+    return top, jnp.take_along_axis(best, at // GROUP, axis=1) * GROUP + at % GROUP
 
 
 def _first_best(logits: Array, top: Array, wanted: Array) -> Array:
