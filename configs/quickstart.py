@@ -61,13 +61,20 @@ def get_config(argument=None):
     c.epochs = 1
     c.minibatches = 4
     c.microbatches = 1
+    if name == 'trpo':
+        c.minibatches = (
+            1  # one natural step on all rows; its line search spends the whole KL budget
+        )
     c.evaluation = dict(every=25, batch=512, temperature=0.0, samples=8)
 
     if tiny:
-        c.task.update(size=2000, held_out=32)
+        c.task.update(size=1000, held_out=16, prompt_width=4)
+        c.task.kw.max_digits = 1
         c.model.update(embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=2, mlp_dim=16)
-        c.warm_start.update(batch=32, accuracy=(0.02, 1.0))
-        c.rollout.update(prompts=8, group_size=4)
-        c.steps, c.minibatches = 2, 2
-        c.evaluation.update(batch=32, samples=2)
+        c.warm_start.update(batch=32, accuracy=(0.1, 1.0))
+        c.warm_start.optimizer.learning_rate = 1e-2
+        c.rollout.update(prompts=8, group_size=4, max_rounds=30)
+        c.optimizer.update(learning_rate=1e-3, warmup_steps=0)
+        c.steps, c.minibatches = 2, min(c.minibatches, 2)
+        c.evaluation.update(batch=16, samples=2)
     return c

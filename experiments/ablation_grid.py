@@ -40,8 +40,8 @@ def cells(token_clip=TOKEN_CLIP, sequence_clip=SEQUENCE_CLIP) -> dict[str, Algor
         'TS': cell(token, sequence, sequence_clip),
         'ST': cell(sequence, token, token_clip),
         'SS': cell(sequence, sequence, sequence_clip),
-        'UU': cell(product, product, token_clip),
-        'UU_sum': cell(product, product, token_clip, losses.sequence_sum()),
+        'US': cell(product, product, token_clip),
+        'US_sum': cell(product, product, token_clip, losses.sequence_sum()),
         'T_unclipped': cell(token),
         'S_unclipped': cell(sequence),
     }

@@ -1,6 +1,6 @@
 """policyopt: policy optimisation for language models, as pure functions in JAX."""
 
-from policyopt import advantages, algorithms, losses, shaping
+from policyopt import advantages, algorithms, losses, masked, shaping
 from policyopt.types import (
     Algorithm,
     Controller,
@@ -28,5 +28,6 @@ __all__ = [
     'advantages',
     'algorithms',
     'losses',
+    'masked',
     'shaping',
 ]

@@ -3,7 +3,8 @@
 They read `mask`, `rewards` [B], `group` [B] and, with a critic, `values` [B,T]. Group ids may have
 any value and order, groups any size. A row whose reward is NaN (or infinite) is missing: it leaves
 every statistic and gets advantage 0. Where all rewards of a group are equal, or it has one row, the
-advantage is exactly 0. Off-mask advantages are 0.
+advantage is exactly 0 (before `normalise_minibatch`, which subtracts the mean of its minibatch).
+Off-mask advantages are 0.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ EPSILON = 1e-6
 
 def _rewards(rollout: Any, part: str) -> tuple[Array, Array]:
     """Rewards with 0 for the missing, and which are present; [B]."""
-    rewards = jnp.asarray(require(rollout, 'rewards', part))
+    rewards = _wide(require(rollout, 'rewards', part))
     chex.assert_shape(rewards, rollout.mask.shape[:1])
-    rewards = rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32))
     present = jnp.isfinite(rewards)
     return masked.select(present, rewards), present
 
 
 def _group(rollout: Any, part: str) -> Array:
-    group = jnp.asarray(require(rollout, 'group', part))
+    group = require(rollout, 'group', part)
     chex.assert_shape(group, rollout.mask.shape[:1])
     return group
+
+
+def _wide(x: Any) -> Array:
+    """x as a floating array, float32 at least."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _spread(rows: Array, present: Array, mask: Array) -> Estimates:
@@ -141,18 +147,11 @@ def minibatch_normalised(ddof: int = 1) -> Estimator:
       ddof: as in `group_zscore`.
     """
     _check_ddof(ddof)
-    baseline, prepare = group_mean_baseline(), normalise_minibatch(ddof)
+    baseline = group_mean_baseline()
 
     def estimate(rollout: Any) -> Estimates:
         advantages = baseline(rollout).advantages
-        batch = TokenBatch(
-            tokens=None,  # pyright: ignore[reportArgumentType]
-            logp_old=None,  # pyright: ignore[reportArgumentType]
-            mask=rollout.mask,
-            rewards=rollout.rewards,
-            advantages=advantages,
-        )
-        return Estimates(prepare(batch).advantages)
+        return Estimates(_normalised(advantages, rollout.mask, rollout.rewards, ddof))
 
     return estimate
 
@@ -162,7 +161,7 @@ def normalise_minibatch(ddof: int = 1) -> Callable[[TokenBatch], TokenBatch]:
     """`prepare` step: advantages z-scored over the rows of the minibatch (Magistral 2506.10910).
 
     The statistics are over rows, each counted once with the mean of its tokens' advantages; rows
-    with no token or no reward count in none and get 0.
+    with no token or no reward count in none and get 0, as do all rows where they are all equal.
 
     Args:
       ddof: as in `group_zscore`.
@@ -170,18 +169,27 @@ def normalise_minibatch(ddof: int = 1) -> Callable[[TokenBatch], TokenBatch]:
     _check_ddof(ddof)
 
     def prepare(batch: TokenBatch) -> TokenBatch:
-        rows = masked.row_mean(batch.advantages, batch.mask)
-        present = masked.count(batch.mask) > 0
-        if batch.rewards is not None:
-            present &= jnp.isfinite(batch.rewards)
-        everyone = jnp.zeros(rows.shape, jnp.int32)
-        mean = masked.group_mean(rows, present, everyone)
-        std = masked.group_std(rows, present, everyone, ddof)
-        keep = (batch.mask != 0) & (present & (std > 0))[:, None]
-        scaled = (batch.advantages - mean[:, None]) / (std + EPSILON)[:, None]
-        return dataclasses.replace(batch, advantages=masked.select(keep, scaled))
+        advantages = _normalised(batch.advantages, batch.mask, batch.rewards, ddof)
+        return dataclasses.replace(batch, advantages=advantages)
 
     return prepare
+
+
+def _normalised(advantages: Array, mask: Array, rewards: Array | None, ddof: int) -> Array:
+    keep = mask != 0
+    top = jnp.max(jnp.where(keep, advantages, -jnp.inf), axis=-1)
+    flat = top == jnp.min(jnp.where(keep, advantages, jnp.inf), axis=-1)
+    # The mean of equal floats need not equal them, and would make equal rows differ.
+    rows = jnp.where(flat, top, masked.row_mean(advantages, mask))
+    present = jnp.any(keep, axis=-1)
+    if rewards is not None:
+        present &= jnp.isfinite(rewards)
+    rows = masked.select(present, rows)
+    everyone = jnp.zeros(rows.shape, jnp.int32)
+    mean = masked.group_mean(rows, present, everyone)[:, None]
+    std = masked.group_std(rows, present, everyone, ddof)[:, None]
+    scaled = (advantages - mean) / (std + EPSILON)
+    return masked.select(keep & present[:, None] & (std > 0), scaled)
 
 
 def generalised_advantages(
@@ -227,7 +235,7 @@ def _critic_estimates(
     rollout: Any, part: str, gamma: float, lam: float | Array, critic_lam: float | Array
 ) -> Estimates:
     rewards, present = _rewards(rollout, part)
-    values = masked.select(rollout.mask, jnp.asarray(require(rollout, 'values', part)))
+    values = masked.select(rollout.mask, _wide(require(rollout, 'values', part)))
     chex.assert_shape(values, rollout.mask.shape)
     token_rewards = jnp.where(_last_token(rollout.mask), rewards[:, None].astype(values.dtype), 0)
     actor = generalised_advantages(token_rewards, values, rollout.mask, gamma, lam)
@@ -282,9 +290,11 @@ def length_adaptive_gae(
 
 def _segment_zscores(rollout: Any, part: str, ddof: int) -> tuple[Array, Array]:
     """Segment rewards z-scored over all of the group's, and where they stand; [B,T]."""
-    rewards = jnp.asarray(require(rollout, 'segment_rewards', part))
+    rewards = _wide(require(rollout, 'segment_rewards', part))
     chex.assert_equal_shape([rewards, rollout.mask])
     ends = (rollout.mask != 0) & jnp.isfinite(rewards)
+    if getattr(rollout, 'rewards', None) is not None:
+        ends &= _rewards(rollout, part)[1][:, None]
     rewards, group = masked.select(ends, rewards), _group(rollout, part)
     mean = masked.group_mean(rewards, ends, group)[:, None]
     std = masked.group_std(rewards, ends, group, ddof)[:, None]
@@ -348,3 +358,7 @@ def turn_rewards(coefficient: float = 1.0, ddof: int = 1) -> Estimator:
         return Estimates(masked.select(rollout.mask, total))
 
     return estimate
+
+
+def __getattr__(name: str) -> Any:
+    checks.unknown_name('advantages', name, globals(), ('advantages', 'prepare'))

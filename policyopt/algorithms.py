@@ -10,6 +10,7 @@ take `gates`, so that an importance correction goes with any of them:
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,9 +33,10 @@ from policyopt.advantages import (
 from policyopt.losses.aggregates import constant_length, sequence_mean, sequence_sum, token_mean
 from policyopt.losses.compose import adaptive, add, policy_loss, positive_nll, scale, value_loss
 from policyopt.losses.controllers import doubling_kl
-from policyopt.losses.gates import off_policy_sequence, truncated_importance
+from policyopt.losses.gates import detached_weight, off_policy_sequence, trust_mask
 from policyopt.losses.penalties import entropy, kl_to_old, kl_to_reference
 from policyopt.losses.ratios import (
+    behavior_ratio,
     clipped_sequence_ratio,
     segment_ratio,
     sequence_ratio,
@@ -43,7 +45,6 @@ from policyopt.losses.ratios import (
 )
 from policyopt.losses.surrogates import (
     clipped,
-    masked_weight,
     soft_gated,
     truncated_weight,
     unclipped,
@@ -315,7 +316,8 @@ def gspo_step(
 def magistral(low: float = 0.2, high: float = 0.28, gates: Gates = ()) -> Algorithm:
     """DAPO's loss; A = r - mean of the group, z-scored over the minibatch's rows (2506.10910).
 
-    Prompts with equal rewards are dropped. high .26-.28 as published; low .2 is a choice.
+    Prompts with equal rewards are dropped. high .26-.28 as published; low .2 is a choice. The
+    paper's length penalty is `shape=shaping.soft_overlong(L, cache, weight=.1)`, for the run's L.
     """
     return Algorithm(
         advantages=group_mean_baseline(),
@@ -351,7 +353,8 @@ def vc_ppo(
 ) -> Algorithm:
     """PPO-clip with decoupled GAE; the critic is pretrained with the policy fixed (2503.01491).
 
-    lambdas and gamma 1 as published; the pretraining belongs to the training loop.
+    lambdas and gamma 1 as published, value_coefficient a choice; the pretraining belongs to the
+    training loop.
     """
     return Algorithm(
         advantages=gae(1.0, lam, critic_lam),
@@ -373,7 +376,10 @@ def vapo(
     value_coefficient: float = 1.0,
     gates: Gates = (),
 ) -> Algorithm:
-    """Token-mean clip-higher PPO, lambda = 1 - 1/(alpha n), NLL on correct rows (2504.05118)."""
+    """Token-mean clip-higher PPO, lambda = 1 - 1/(alpha n), NLL on correct rows (2504.05118).
+
+    All values as published but value_coefficient, a choice.
+    """
     return Algorithm(
         advantages=length_adaptive_gae(alpha, critic_lam=1.0),
         loss=add(
@@ -437,8 +443,12 @@ def minirl(low: float = 0.2, high: float = 0.27, gates: Gates = ()) -> Algorithm
         advantages=group_mean_baseline(),
         loss=policy_loss(
             ratio=token_ratio(),
-            surrogate=masked_weight(low, high),
-            gates=[truncated_importance(float('inf')), *gates],
+            surrogate=score_function(),
+            gates=[
+                detached_weight(behavior_ratio()),
+                trust_mask(low, high, token_ratio()),
+                *gates,
+            ],
             aggregate=sequence_sum(),
         ),
     )
@@ -478,11 +488,16 @@ def resolve(path: str, **kwargs: Any) -> Algorithm:
     try:
         module = importlib.import_module(module_name or __name__)
     except ModuleNotFoundError as error:
-        raise ValueError(f'algorithm {path!r}: {error}.{checks.nearest(path, names())}') from None
+        raise ValueError(
+            f'algorithm {path!r}: {error}. Is its folder on PYTHONPATH? A name without a module is '
+            f'one of policyopt.algorithms.{checks.nearest(name, names())}'
+        ) from None
     make = vars(module).get(name)
     if not callable(make):
-        known = [k for k, v in vars(module).items() if getattr(v, 'slot', None) == 'algorithm']
-        raise ValueError(f'unknown algorithm {path!r}.{checks.nearest(name, known)}')
+        slots = {k for k, v in vars(module).items() if getattr(v, 'slot', None) == 'algorithm'}
+        known = slots or {k for k, v in vars(module).items() if inspect.isfunction(v)}
+        found = 'not there' if make is None else f'{type(make).__name__}, not a factory'
+        raise ValueError(f'algorithm {path!r}: {found}.{checks.nearest(name, known)}')
     checks.check_arguments(make, (), kwargs)
     algorithm = make(**kwargs)
     if not isinstance(algorithm, Algorithm):
@@ -491,4 +506,4 @@ def resolve(path: str, **kwargs: Any) -> Algorithm:
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f'no algorithm named `{name}`.{checks.nearest(name, names())}')
+    checks.unknown_name('algorithms', name, globals(), ('algorithm',))

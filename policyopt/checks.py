@@ -6,10 +6,13 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+import numbers
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -25,25 +28,32 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:
     """Return value; raises where it is no number in [low, high]. Traced values pass unchecked."""
-    if isinstance(value, jax.Array):
+    if any(isinstance(x, Tracer) for x in (value, low, high)):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    scalar = isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
+    if isinstance(value, bool | np.bool_) or not (scalar or isinstance(value, numbers.Real)):
         raise TypeError(f'{name} must be a number, got {value!r}')
-    if not low <= value <= high:
+    if not low <= float(value) <= high:  # pyright: ignore[reportArgumentType]
         raise ValueError(f'{name} must lie in [{low:g}, {high:g}], got {value!r}')
     return value
 
 
-def check_arguments(make: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise TypeError, with the nearest spelling, where make(*args, **kwargs) can't be called."""
+def check_arguments(
+    make: Callable, args: tuple, kwargs: Mapping[str, Any], partial: bool = False
+) -> None:
+    """Raise TypeError, with the nearest spelling, where make(*args, **kwargs) can't be called.
+
+    With `partial`, more arguments may follow.
+    """
     parameters = inspect.signature(make).parameters
     for name in kwargs:
         if name not in parameters:
             raise TypeError(
                 f'{make.__name__}() has no argument `{name}`.{nearest(name, parameters)}'
             )
+    signature = inspect.signature(make)
     try:
-        inspect.signature(make).bind(*args, **kwargs)
+        (signature.bind_partial if partial else signature.bind)(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
             f'{make.__name__}(): {error}. Arguments: {", ".join(parameters)}.'
@@ -72,3 +82,25 @@ def factory(slot: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return checked
 
     return decorate
+
+
+def check_called(name: str, value: Any) -> None:
+    """Raise TypeError where value is a factory where what it makes belongs."""
+    if inspect.isfunction(value) and hasattr(value, '__wrapped__') and hasattr(value, 'slot'):
+        raise TypeError(f'{name}={value.__name__}: call it, as in `{value.__name__}(...)`')
+
+
+def check_slot(slot: str, part: Any) -> None:
+    """Raise TypeError where part is no function, an uncalled factory, or made for another slot."""
+    check_called(slot, part)
+    found = getattr(part, 'slot', slot)
+    if not callable(part) or found != slot:
+        shown = getattr(part, '__name__', repr(part))
+        kind = f'part of slot {found!r}' if found != slot else 'not a function'
+        raise TypeError(f'{slot}={shown}: {kind}')
+
+
+def unknown_name(module: str, name: str, scope: dict[str, Any], slots: tuple[str, ...]) -> Any:
+    """For a module's __getattr__: raise AttributeError with the nearest public factory."""
+    known = [k for k, v in scope.items() if getattr(v, 'slot', '') in slots]
+    raise AttributeError(f'{module} has no `{name}`.{nearest(name, known)}')

@@ -133,7 +133,7 @@ def make_learner(
       temperature: that of the sampler; log-probs are scored under the distribution drawn from.
       allowed: [V] bool, the sampler's set of tokens (`sampling.allowed_mask`); None allows all.
       microbatches: parts of a minibatch; they must divide its rows, and change memory only.
-      diagnose: LossInputs -> metrics beside those of the loss.
+      diagnose: LossInputs -> metrics beside those of the loss; controllers may read them.
 
     Raises:
       ValueError: at construction for a temperature of 0, whose log-probs have no gradient; at the
@@ -172,8 +172,8 @@ def make_learner(
         params = optax.apply_updates(state.params, updates)
         metrics = sum_parts(metrics, microbatches) | {
             'loss': one(jnp.sum(losses)),
-            'grad_norm': one(optax.global_norm(grads)),
-            'update_norm': one(optax.global_norm(updates)),
+            'grad_norm': one(optax.tree.norm(grads)),
+            'update_norm': one(optax.tree.norm(updates)),
         }
         return params, opt_state, metrics, logp_new
 
@@ -206,7 +206,7 @@ def make_learner(
         moved = jax.tree.map(jnp.subtract, params, state.params)
         metrics = sum_parts(metrics, microbatches) | {
             'loss': one(jnp.sum(losses)),
-            'update_norm': one(optax.global_norm(moved)),
+            'update_norm': one(optax.tree.norm(moved)),
         }
         return params, state.opt_state, metrics | rule_metrics, logp_new
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from policyopt.types import Array
 
@@ -22,12 +23,15 @@ EXTREME = 20.0  # nats; a ratio beyond exp(+-20) says only that two policies no 
 
 def bounded_exp(x: Array) -> Array:
     """exp(x) for x <= 60; above, the tangent line there, so that gradients stay finite and > 0."""
-    return jnp.exp(jnp.minimum(x, LOG_BOUND)) * (1 + jnp.maximum(x - LOG_BOUND, 0))
+    # `where`, not a product of both branches: a backward pass would meet inf * 0 in the latter.
+    inside = jnp.exp(jnp.minimum(x, LOG_BOUND))
+    return jnp.where(x > LOG_BOUND, jnp.exp(LOG_BOUND) * (1 + x - LOG_BOUND), inside)
 
 
 def bounded_expm1(x: Array) -> Array:
     """bounded_exp(x) - 1 without the cancellation near 0."""
-    return jnp.expm1(jnp.minimum(x, LOG_BOUND)) + jnp.exp(LOG_BOUND) * jnp.maximum(x - LOG_BOUND, 0)
+    inside = jnp.expm1(jnp.minimum(x, LOG_BOUND))
+    return jnp.where(x > LOG_BOUND, jnp.exp(LOG_BOUND) * (1 + x - LOG_BOUND), inside)
 
 
 def exp_excess(x: Array) -> Array:
@@ -80,6 +84,8 @@ def _rows(x: Array) -> Array:
 def _group_index(group: Array) -> Array:
     """Group ids of any value and order as 0..n-1: [B] -> [B]."""
     chex.assert_rank(group, 1)
+    if isinstance(group, np.ndarray):  # 64-bit ids are told apart here, where jax would wrap them
+        return jnp.asarray(np.unique(group, return_inverse=True)[1], jnp.int32)
     return jnp.unique(group, size=group.size, return_inverse=True)[1].reshape(group.shape)
 
 
@@ -120,27 +126,27 @@ def group_all_equal(x: Array, keep: Array, group: Array) -> Array:
     return (high <= low)[index]
 
 
-def segment_ids(segment: Array) -> Array:
-    """Per-row segment ids [B,T] as ids unique over the whole batch, 0..B*T-1.
-
-    Only equality within a row matters; the ids may have any value and order.
-    """
-    chex.assert_rank(segment, 2)
-    rows, width = segment.shape
-    order = jnp.argsort(segment, axis=-1, stable=True)
-    ordered = jnp.take_along_axis(segment, order, axis=-1)
-    starts = jnp.diff(ordered, axis=-1, prepend=ordered[:, :1]) != 0
-    ranks = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
-    row_index = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    return jnp.zeros((rows, width), jnp.int32).at[row_index, order].set(ranks + row_index * width)
+def _segment_ranks(segment: Array) -> Array:
+    """Segment ids of one row, of any value and order, as 0..n-1: [T] -> [T]."""
+    order = jnp.argsort(segment, stable=True)
+    ordered = segment[order]
+    starts = jnp.diff(ordered, prepend=ordered[:1]) != 0
+    return jnp.zeros_like(order).at[order].set(jnp.cumsum(starts, dtype=order.dtype))
 
 
 def segment_sum(x: Array, mask: Array, segment: Array) -> Array:
-    """For each token, the sum over masked tokens of its row's segment: [B,T] -> [B,T]."""
+    """For each token, the sum over masked tokens of its row's segment: [B,T] -> [B,T].
+
+    Only equality of ids within a row matters. Rows stay apart, so a sharded batch moves nothing.
+    """
     chex.assert_equal_shape([x, mask, segment])
-    index = segment_ids(segment)
-    sums = jax.ops.segment_sum(select(mask, x).ravel(), index.ravel(), num_segments=x.size)
-    return sums[index]
+    chex.assert_rank(segment, 2)
+
+    def row(values: Array, ids: Array) -> Array:
+        ranks = _segment_ranks(ids)
+        return jax.ops.segment_sum(values, ranks, num_segments=values.size)[ranks]
+
+    return jax.vmap(row)(select(mask, x), segment)
 
 
 def segment_mean(x: Array, mask: Array, segment: Array) -> Array:

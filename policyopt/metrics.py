@@ -71,7 +71,7 @@ class Display:
         self._title, self._total = title, total
         self._console = console or rich_console.Console()
         self._every = max(total // 20, 1)
-        self._start = time.monotonic()
+        self._first: tuple[int, float] | None = None  # the first step compiles: it says nothing
         self._live: rich_progress.Progress | None = None
         if self._console.is_terminal:
             self._live = rich_progress.Progress(
@@ -95,15 +95,22 @@ class Display:
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show the numbers of a step (counted from 1) that `SHOWN` names."""
+        now = time.monotonic()
+        self._first = self._first or (step, now)
         shown = '  '.join(
             f'{label} {values[name]:{form}}' for name, label, form in SHOWN if name in values
         )
         if self._live:
             self._live.update(self._task, completed=step, shown=shown)
         elif step == 1 or step % self._every == 0 or step == self._total:
-            left = (time.monotonic() - self._start) / step * (self._total - step)
-            clock = f'{int(left) // 60}:{int(left) % 60:02d} left'
-            print(f'{self._title} {step}/{self._total}  {shown}  {clock}', flush=True)
+            print(f'{self._title} {step}/{self._total}  {shown}{self._left(step, now)}', flush=True)
+
+    def _left(self, step: int, now: float) -> str:
+        first, then = self._first or (step, now)
+        if step == first:
+            return ''
+        left = round((now - then) / (step - first) * (self._total - step))
+        return f'  {left // 60}:{left % 60:02d} left'
 
 
 def draw_curves(path: Path, records: Sequence[Mapping[str, Any]], title: str) -> bool:

@@ -51,6 +51,9 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
+        sections = [a for a in args if dataclasses.is_dataclass(a)]
+        if sections and isinstance(value, collections.abc.Mapping):
+            return _convert(value, sections[0], where)  # for its errors, which name the field
         for option in args:
             try:
                 return _convert(value, option, where)

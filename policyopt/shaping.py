@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -64,7 +65,8 @@ def overlong_filter() -> Shape:
 def kl_in_reward(beta: float = 1e-3) -> Shape:
     """rewards - beta * sum_t (logp_behavior - logp_ref): k1 inside the reward (2501.03262).
 
-    One number a row; the paper's token-level form also spares a token the KL spent before it.
+    One number a row; the paper's token-level form also spares a token the KL spent before it. A
+    reference that gives a taken token no mass makes the reward infinite, that is, missing.
 
     Args:
       beta: nats to reward.
@@ -98,7 +100,7 @@ def mixed_outcomes() -> Keep:
 
     def keep(rollout: Rollout) -> Array:
         present = jnp.isfinite(require(rollout, 'rewards', 'mixed_outcomes'))
-        positive = jnp.asarray(require(rollout, 'positive', 'mixed_outcomes')) != 0
+        positive = jnp.asarray(require(rollout, 'positive', 'mixed_outcomes')) > 0
         group = require(rollout, 'group', 'mixed_outcomes')
         return present & ~masked.group_all_equal(positive.astype(jnp.float32), present, group)
 
@@ -116,3 +118,7 @@ def diverse_rewards() -> Keep:
         return present & ~masked.group_all_equal(masked.select(present, rewards), present, group)
 
     return keep
+
+
+def __getattr__(name: str) -> Any:
+    checks.unknown_name('shaping', name, globals(), ('shape', 'keep'))

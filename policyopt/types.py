@@ -8,12 +8,15 @@ jitted over, sharded and differentiated. `None` marks what a run does not have.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import chex
 import jax
 import jax.numpy as jnp
+
+from policyopt import checks
 
 Array = jax.Array
 T = TypeVar('T')
@@ -236,7 +239,17 @@ def keep_all(rollout: Rollout) -> Array:
     return jnp.ones(rollout.mask.shape[:1], bool)
 
 
-class Algorithm(NamedTuple):
+class _Algorithm(NamedTuple):
+    advantages: Callable[[Any], Estimates]
+    loss: LossTransform
+    shape: Callable[[Any], Any] = identity
+    keep: Callable[[Any], Array] = keep_all
+    controllers: Mapping[str, Controller] = types.MappingProxyType({})
+    prepare: Callable[[Any], Any] = identity
+    update: UpdateRule = UpdateRule()
+
+
+class Algorithm(_Algorithm):
     """A policy-optimization method as a value.
 
     Attributes:
@@ -244,23 +257,41 @@ class Algorithm(NamedTuple):
       loss: weights and loss.
       shape: Rollout -> Rollout, reward shaping and filtering, before `advantages`.
       keep: Rollout -> [B] bool, rows to train on (dynamic sampling), after `shape`.
-      controllers: name -> Controller, read by loss parts through `adaptive`.
+      controllers: name -> Controller, read by loss parts through `losses.adaptive`.
       prepare: TokenBatch -> TokenBatch, once per optimizer minibatch, before `weigh`.
       update: how parameters move.
+
+    Raises:
+      TypeError: a field that is of another kind, or a factory that was not called.
     """
 
-    advantages: Callable[[Any], Estimates]
-    loss: LossTransform
-    shape: Callable[[Any], Any] = identity
-    keep: Callable[[Any], Array] = keep_all
-    controllers: Mapping[str, Controller] = {}
-    prepare: Callable[[Any], Any] = identity
-    update: UpdateRule = UpdateRule()
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Algorithm:
+        """Check every field, then build the tuple."""
+        self = super().__new__(cls, *args, **kwargs)
+        for field in ('advantages', 'shape', 'keep', 'prepare'):
+            checks.check_slot(field, getattr(self, field))
+        for field, kind in (('loss', LossTransform), ('update', UpdateRule)):
+            value = getattr(self, field)
+            checks.check_called(field, value)
+            if not isinstance(value, kind):
+                raise TypeError(f'{field} must be a {kind.__name__}, got {value!r}')
+        for name, controller in dict(self.controllers).items():
+            checks.check_called(f'controllers[{name!r}]', controller)
+            if not isinstance(controller, Controller):
+                raise TypeError(f'controllers[{name!r}] must be a Controller, got {controller!r}')
+        return self
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Algorithm:
+        """Build from values in order, checked; `_replace` comes through here."""
+        return cls(*iterable)
 
 
 @struct
 class Mean:
-    """A mean that adds exactly: total and count, both scalars. `value` is 0 where count is 0."""
+    """A mean that adds: total and count, float32 scalars at least. `value` is 0 at count 0."""
 
     total: Array
     count: Array
@@ -270,7 +301,8 @@ class Mean:
         """Mean of x where mask is nonzero; what stands elsewhere, NaN included, is ignored."""
         keep = mask != 0
         x = jnp.asarray(x)
-        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        dtype = jnp.promote_types(x.dtype, jnp.float32) if floating else jnp.float32
         return cls(
             total=jnp.sum(jnp.where(keep, x, 0), dtype=dtype), count=jnp.sum(keep, dtype=dtype)
         )

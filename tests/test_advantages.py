@@ -185,6 +185,39 @@ def test_minibatch_normalisation_belongs_to_the_minibatch():
     np.testing.assert_allclose(got, expected[:, None] * rolled.mask[:6], atol=1e-5)
 
 
+def test_equal_rows_of_different_length_stay_equal_in_the_minibatch():
+    mask = np.arange(9) < np.arange(1, 9)[:, None]
+    batch = po.TokenBatch(
+        tokens=mask, logp_old=mask, mask=mask, advantages=np.full((8, 9), 0.9, np.float32)
+    )
+    assert not advantages.normalise_minibatch()(batch).advantages.any()
+
+
+def test_wide_ids_and_narrow_values():
+    rolled = rollout(7)
+    rewards = np.float32([1, 0, 5, 1] * 3)
+    ids = np.array([0, 0, 2**32, 2**32] * 3, np.int64)  # equal where 32 bits are all there is
+    got = advantages.group_mean_baseline()(rolled.replace(rewards=rewards, group=ids)).advantages
+    expected = np.float32([0.5, -0.5, 2, -2] * 3)[:, None] * rolled.mask
+    np.testing.assert_allclose(got, expected)
+    low = rolled.replace(values=jax.numpy.asarray(rolled.values, jax.numpy.bfloat16))
+    got = advantages.gae()(low)
+    assert got.advantages.dtype == got.returns.dtype == np.float32
+
+
+@pytest.mark.parametrize('estimator', [advantages.turn_rewards(), advantages.process_rewards()])
+def test_a_row_without_a_reward_leaves_the_segments_statistics(estimator):
+    rolled = rollout(5)
+    rewards = np.where(np.arange(12) == 3, np.nan, rolled.rewards).astype(np.float32)
+    rolled = rolled.replace(rewards=rewards)
+    changed = rolled.segment_rewards.copy()
+    changed[3] *= 100
+    before = np.asarray(estimator(rolled).advantages)
+    after = np.asarray(estimator(rolled.replace(segment_rewards=changed)).advantages)
+    np.testing.assert_array_equal(after, before)
+    assert not before[3].any()
+
+
 def test_masked_reductions_against_numpy():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((6, 9)).astype(np.float32)

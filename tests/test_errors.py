@@ -20,7 +20,9 @@ from tests.batches import ALGORITHMS, algorithm, loss_inputs, random_arrays, tok
         ('policyopt.algorithms.deepseekv32', 'Did you mean `deepseek_v32`'),
         ('policyopt.algoritms.gspo', 'algoritms'),
         ('policyopt.algorithms.zzzz', 'Known: cispo, dapo'),
-        ('policyopt.algorithms.checks', 'unknown algorithm'),
+        ('policyopt.algorithms.checks', 'module, not a factory. Known: cispo'),
+        ('experiments.ablation_grid.cels', 'not there. Did you mean `cells`'),
+        ('mime.gspo', "No module named 'mime'. Is its folder on PYTHONPATH"),
     ],
 )
 def test_unknown_algorithm(path, hint):
@@ -57,7 +59,8 @@ def test_misspelt_argument_of_every_part(name):
 
 def test_there_are_parts_in_every_slot():
     slots = {getattr(losses, n).slot for n in PARTS}
-    assert slots == {'ratio', 'surrogate', 'gate', 'penalty', 'aggregate'} and len(PARTS) == 27
+    assert slots == {'ratio', 'surrogate', 'gate', 'penalty', 'aggregate', 'loss'}
+    assert len(PARTS) == 31
 
 
 def test_missing_required_argument():
@@ -84,6 +87,16 @@ def test_numbers_and_words_out_of_range(make, message):
         make()
 
 
+def test_numpy_and_jax_scalars_are_numbers():
+    for make in (np.float32, np.float64, jnp.float32):
+        assert losses.clipped(make(0.25)).slot == 'surrogate'
+        with pytest.raises(ValueError, match='low must lie in'):
+            losses.clipped(make(-3))
+    assert losses.constant_length(np.int64(16)).slot == 'aggregate'
+    with pytest.raises(TypeError, match='low must be a number, got True'):
+        losses.clipped(True)
+
+
 def test_not_a_number():
     with pytest.raises(TypeError, match="low must be a number, got '.2'"):
         losses.clipped('.2')
@@ -106,6 +119,8 @@ SLOTS = dict(ratio=losses.token_ratio(), surrogate=losses.clipped(), aggregate=l
             "part of slot 'gate'",
         ),
         (dict(aggregate=losses.sequence_mean), r'call it, as in `sequence_mean\(...\)`'),
+        (dict(gates=losses.off_policy_sequence(0.3)), r'gates are a list: \[off_policy'),
+        (dict(surogate=losses.clipped()), 'no argument `surogate`. Did you mean `surrogate`'),
         (dict(ratio=3), 'ratio=3: not a function'),
     ],
 )
@@ -145,6 +160,77 @@ def test_a_wrong_shape_is_named(field):
         apply(po.algorithms.grpo(), logp_new=np.zeros((8,), np.float32))
 
 
+def test_segments_are_integers():
+    with pytest.raises(TypeError, match='segment is float32; legal: integers'):
+        apply(po.algorithms.gspo_turn(), segment=np.zeros((8, 7), np.float32))
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        dict(gates=[lambda inputs, log_ratio: jnp.ones(8)]),
+        dict(penalties=[lambda inputs, log_ratio: jnp.ones((7, 8))]),
+        dict(ratio=lambda inputs: jnp.ones((1, 7))),
+        dict(surrogate=lambda log_ratio, advantages: jnp.sum(log_ratio)),
+    ],
+)
+def test_a_part_that_returns_another_shape_is_named(change):
+    alg = po.algorithms.gspo()._replace(loss=losses.policy_loss(**(SLOTS | change)))
+    with pytest.raises(ValueError, match=r'<lambda> returned shape \(.*wanted \(8, 7\)'):
+        apply(alg)
+
+
+GSPO = po.algorithms.gspo()
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (dict(advantages=po.advantages.group_zscore), r'advantages=group_zscore: call it'),
+        (dict(keep=po.shaping.mixed_outcomes), r'keep=mixed_outcomes: call it'),
+        (dict(shape=po.shaping.mixed_outcomes()), r"shape=mixed_outcomes\(\): part of slot 'keep'"),
+        (dict(loss=losses.policy_loss), 'loss=policy_loss: call it'),
+        (dict(loss=losses.clipped()), 'loss must be a LossTransform'),
+        (dict(controllers={'x': 0.1}), "controllers\\['x'\\] must be a Controller, got 0.1"),
+        (dict(update=lambda x: x), 'update must be a UpdateRule'),
+    ],
+)
+def test_an_algorithm_checks_its_fields(change, message):
+    with pytest.raises(TypeError, match=message):
+        po.Algorithm(**(GSPO._asdict() | change))
+
+
+def test_replacing_a_field_checks_it_too():
+    with pytest.raises(TypeError, match='loss must be a LossTransform, got 3'):
+        GSPO._replace(loss=3)
+    with pytest.raises(TypeError, match='does not support item assignment'):
+        GSPO.controllers['x'] = 1
+
+
+def test_token_weights_do_not_adapt():
+    part = losses.adaptive(losses.constant_length, length='x')
+    with pytest.raises(TypeError, match='aggregate is adaptive'):
+        losses.policy_loss(**(SLOTS | dict(aggregate=part)))
+
+
+def test_what_is_no_loss_is_named():
+    for make in (lambda x: losses.scale(0.1, x), lambda x: losses.add(GSPO.loss, x)):
+        with pytest.raises(TypeError, match='loss=positive_nll: call it'):
+            make(losses.positive_nll)
+        with pytest.raises(TypeError, match='a LossTransform belongs here, got 3'):
+            make(3)
+
+
+def test_unknown_names_of_every_module():
+    for module, name, near in (
+        (losses, 'soft_gate', 'soft_gated'),
+        (po.advantages, 'group_z_score', 'group_zscore'),
+        (po.shaping, 'mixed_outcome', 'mixed_outcomes'),
+    ):
+        with pytest.raises(AttributeError, match=f'Did you mean `{near}`'):
+            getattr(module, name)
+
+
 @pytest.mark.parametrize('dtype', [jnp.int32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize('field', ['logp_new', 'logp_old', 'advantages', 'logp_ref'])
 def test_integers_and_low_precision_are_named(field, dtype):
@@ -174,7 +260,7 @@ def test_adaptive_names_are_checked():
     part = losses.adaptive(fixed, beta='kl')
     alg = po.algorithms.gspo()
     loss = losses.policy_loss(**(SLOTS | dict(penalties=[part])))
-    with pytest.raises(KeyError, match='no controller named `kl`. Did you mean `kl2`'):
+    with pytest.raises(ValueError, match='no controller named `kl`.*Did you mean `kl2`'):
         apply(alg._replace(loss=loss), coefficients={'kl2': jnp.float32(1)})
 
 

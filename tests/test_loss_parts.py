@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import policyopt as po
+from experiments import ablation_grid
 from policyopt import losses, masked
 from policyopt.losses import penalties
 from tests.batches import loss_inputs, random_arrays, token_batch
@@ -149,7 +150,7 @@ def test_ratio_members_against_numpy():
 
 
 def test_unnormalised_ratio_is_bounded_and_counted():
-    alg = composed(losses.unnormalised_sequence_ratio(bound=20.0), losses.unclipped())
+    alg = composed(losses.unnormalised_sequence_ratio(), losses.unclipped())
     arrays = random_arrays(1, rows=4)
     arrays['mask'] = np.ones_like(arrays['mask'])
     arrays['logp_old'] = arrays['logp_new'] - np.float32([[10], [0.1], [-10], [0]])
@@ -223,6 +224,22 @@ def test_k3_keeps_its_digits_near_zero():
     assert float(w) == pytest.approx(np.exp(-1e-3) * (np.expm1(1e-3) - 1e-3), rel=1e-3)
 
 
+def test_sapo_keeps_its_slope_far_out():
+    u = 18.0
+    got = jax.grad(lambda r: losses.soft_gated(1.0, 1.0)(jnp.log(r), jnp.float32(1)))(u)
+    assert float(got) == pytest.approx(1 / np.cosh((u - 1) / 2) ** 2, rel=1e-3)
+
+
+@pytest.mark.parametrize('far', [20.0, 28.0, 29.0, 45.0, 59.0])
+def test_weighted_k3_far_from_the_reference(far):
+    # The gradient is w log(p/q), finite however improbable the reference finds the token.
+    q, p, o = jnp.float32(0), jnp.float32(far), jnp.float32(0)
+    got = jax.grad(lambda x: penalties.weighted_k3(q, x, o))(p)
+    assert float(got) == pytest.approx(np.exp(far) * far, rel=1e-4)
+    got = jax.grad(lambda x: penalties.weighted_k3(p, x, o))(q)
+    assert float(got) == pytest.approx(-far, rel=1e-4)
+
+
 def test_bounded_exp_is_exp_and_then_its_tangent():
     x = jnp.float32([-80.0, 0.0, 1.0, 59.0, 61.0, 400.0])
     expected = np.float64([0, 1, np.e, np.exp(59.0), np.exp(60.0) * 2, np.exp(60.0) * 341])
@@ -246,6 +263,8 @@ def test_frozen_counts_sides_by_the_sign_of_the_advantage():
     counts = {k: int(metrics[f'policy/{k}'].total) for k in ('frozen', 'frozen_high', 'frozen_low')}
     assert counts == {'frozen': 2, 'frozen_high': 1, 'frozen_low': 1}
     assert int(metrics['policy/frozen'].count) == 5
+    assert float(metrics['policy/frozen_high'].value) == pytest.approx(1 / 3)
+    assert float(metrics['policy/frozen_low'].value) == pytest.approx(1 / 2)
 
 
 def test_gates_touch_neither_penalties_nor_denominators():
@@ -329,6 +348,13 @@ def test_adaptive_parts_read_their_coefficients():
     )
     got = loss_and_grad(moving, arrays)
     np.testing.assert_allclose(got[1], fixed[1], rtol=1e-6)
+    half = losses.policy_loss(
+        ratio=losses.token_ratio(),
+        surrogate=losses.adaptive(losses.clipped, low=0.1, high='up'),
+        aggregate=losses.sequence_mean(),
+    )
+    got = loss_and_grad(moving._replace(loss=half), arrays)
+    np.testing.assert_allclose(got[1], fixed[1], rtol=1e-6)
 
 
 def test_add_and_scale():
@@ -383,6 +409,36 @@ def test_required_inputs_of_every_kind():
         values = losses.controllers.init(alg.controllers)
         assert losses.required_inputs(alg.loss, values) == fields, name
     assert losses.required_inputs(po.algorithms.grpo(beta=0.0).loss) == set()
+
+    def careless(inputs, log_ratio):  # reads a field without asking for it
+        return jnp.exp(inputs.logp_behavior - inputs.logp_old)
+
+    loss = po.algorithms.gspo(gates=[careless]).loss
+    assert losses.required_inputs(loss) == {'logp_behavior'}
+    with pytest.raises(ZeroDivisionError):
+        losses.required_inputs(po.algorithms.gspo(gates=[lambda *_: 1 / 0]).loss)
     bonus = po.algorithms.ppo_clip(value_clip=0.2, entropy_coefficient=0.01)
     fields = {'entropy', 'values', 'values_old', 'returns'}
     assert losses.required_inputs(bonus.loss) == fields
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_the_diagonal_of_the_grid_has_the_gradients_of_grpo_and_gspo(seed):
+    arrays = random_arrays(seed, rows=16)
+    cells = ablation_grid.cells()
+    for cell, alg in (('TT', po.algorithms.grpo(beta=0.0)), ('SS', po.algorithms.gspo())):
+        expected = loss_and_grad(alg, arrays)[1]
+        np.testing.assert_allclose(loss_and_grad(cells[cell], arrays)[1], expected, atol=1e-7)
+    product = np.exp(
+        np.clip(
+            np.where(arrays['mask'], arrays['logp_new'] - arrays['logp_old'], 0).sum(1), -20, 20
+        )
+    )[:, None]
+    a, mask = arrays['advantages'], arrays['mask']
+    keep = ~(((a > 0) & (product > 1.2)) | ((a < 0) & (product < 0.8)))
+    n, rows = np.maximum(mask.sum(1, keepdims=True), 1), (mask.sum(1) > 0).sum()
+    expected = -mask * keep * product * a / rows
+    got = loss_and_grad(cells['US_sum'], arrays)[1]
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-7)
+    got = loss_and_grad(cells['US'], arrays)[1]
+    np.testing.assert_allclose(got, expected / n, rtol=1e-4, atol=1e-7)

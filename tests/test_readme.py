@@ -4,6 +4,7 @@ import pathlib
 import re
 import runpy
 
+import numpy as np
 import pytest
 
 import policyopt as po
@@ -19,26 +20,35 @@ def blocks(language: str) -> list[str]:
 
 
 def test_python_blocks_run(capsys):
+    scope: dict = {}
     for block in blocks('python'):
-        scope: dict = {}
         exec(compile(block, 'README', 'exec'), scope)
-    printed = capsys.readouterr().out
-    assert 'policy/frozen' in printed
+    assert 'policy/frozen' in capsys.readouterr().out
+    assert scope['weights'].sum() == pytest.approx(1)
     assert isinstance(scope['mine'](), po.Algorithm)
+    inputs = scope['inputs'].replace(logp_new=scope['inputs'].logp_new.at[1, 1].set(np.nan))
+    weights = scope['by_hand'].weigh(
+        po.TokenBatch(
+            tokens=None, logp_old=None, **{k: getattr(inputs, k) for k in ('mask', 'advantages')}
+        )
+    )
+    assert np.isfinite(scope['by_hand'].apply(inputs, weights).loss)
 
 
 def test_every_algorithm_has_a_row():
-    assert tuple(sorted(re.findall(r'^\| `(\w+)` \| \w', README, re.M))) == po.algorithms.names()
+    table = README.split('| algorithm |')[1].split('\n\n')[0]
+    assert tuple(sorted(re.findall(r'^\| `(\w+)` \|', table, re.M))) == po.algorithms.names()
 
 
 def test_every_part_is_listed_under_its_slot():
-    rows = dict(re.findall(r'^\| `(\w+)` \| .* \| `([\w ]+)` \|$', README, re.M))
+    rows = dict(re.findall(r'^\| `(\w+)` \| .* \| `([\w ]+)`[^|]* \|$', README, re.M))
     slots = {'gates': 'gate', 'penalties': 'penalty'}
+    modules = [losses, po.advantages, po.shaping, losses.controllers]
     for column, members in rows.items():
         slot = slots.get(column, column)
-        parts = {n for n in losses.__all__ if getattr(getattr(losses, n), 'slot', None) == slot}
-        assert set(members.split()) == parts, slot
-    assert len(rows) == 5
+        found = {n for m in modules for n, v in vars(m).items() if getattr(v, 'slot', '') == slot}
+        assert set(members.split()) == found, slot
+    assert len(rows) == 10
 
 
 def test_make_targets_exist():

@@ -70,6 +70,8 @@ def test_proportional_kl_is_clipped():
     for kl, factor in ((0.02, 1.0), (0.022, 1.05), (1.0, 1.1), (0.0, 0.9)):
         got = controller.update(jnp.float32(0.1), {'kl_reference/k3': mean(kl)}, 0)
         assert float(got) == pytest.approx(0.1 * factor, rel=1e-5)
+    lost = controller.update(jnp.float32(0.1), {'kl_reference/k3': mean(np.nan)}, 0)
+    assert float(lost) == pytest.approx(0.1)
 
 
 def test_adaptive_clip_moves_each_side_on_its_own():
@@ -83,18 +85,28 @@ def test_adaptive_clip_moves_each_side_on_its_own():
     values = step(values, metrics, 0)
     assert float(values['low']) == pytest.approx(0.1 * np.exp(-0.1), rel=1e-5)
     assert float(values['high']) == pytest.approx(0.21)
+    nothing = po.Mean(total=jnp.float32(0), count=jnp.float32(0))
+    after = step(values, dict.fromkeys(metrics, nothing), 0)
+    assert after == values
 
 
 def test_schedules_and_ppo_penalty_in_a_loop():
     kinds = {'x': controllers.scheduled(optax.linear_schedule(1.0, 0.0, 10))}
-    values = controllers.init(kinds)
-    assert values['x'] == 1
-    assert controllers.update(kinds, values, {}, jnp.int32(4))['x'] == pytest.approx(0.6)
+    values, used = controllers.init(kinds), []
+    for step in range(4):  # as a trainer does: use at step k, then update after it
+        used.append(float(values['x']))
+        values = controllers.update(kinds, values, {}, jnp.int32(step))
+    np.testing.assert_allclose(used, [1.0, 0.9, 0.8, 0.7], rtol=1e-6)
     alg = po.algorithms.ppo_penalty(beta=0.5, target=0.01)
     values = controllers.init(alg.controllers)
     for _ in range(3):
         values = controllers.update(alg.controllers, values, {'kl_old/k3': mean(1.0)}, 0)
     assert values['beta'] == 4.0
+    for _ in range(300):
+        values = controllers.update(alg.controllers, values, {'kl_old/k3': mean(0.0)}, 0)
+    for _ in range(3):  # a coefficient at rest comes back
+        values = controllers.update(alg.controllers, values, {'kl_old/k3': mean(1.0)}, 0)
+    assert values['beta'] == pytest.approx(8e-4)
 
 
 def test_a_controller_names_the_metric_it_misses():

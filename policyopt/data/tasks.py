@@ -15,7 +15,8 @@ from policyopt import settings
 from policyopt.data.tokenizer import CharTokenizer
 from policyopt.types import TokenBatch
 
-_TWO_OPERANDS = re.compile(r'(?<![\d+*=-])(-?\d+) *([-+*]) *(-?\d+)(?= *[=.?]?\s*$)')
+# Not after a digit or an operator: `5 + 6` ends `4 + 5 + 6`, but isn't the problem.
+_TWO_OPERANDS = re.compile(r'(?:^|[^\d\s+*/=-])\s*(-?\d+) *([-+*]) *(-?\d+)(?= *[=.?]?\s*$)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,8 @@ def batches(items: Sequence[Item], size: int, seed: int) -> Iterator[list[Item]]
     """
     if size > len(items):
         raise ValueError(f'a batch of {size} needs as many items; there are {len(items)}')
-    dataset = grain.MapDataset.source(items).seed(seed).shuffle().repeat()
+    # Endless in practice; grain's own endless length does not fit an index at batch size 1.
+    dataset = grain.MapDataset.source(items).seed(seed).shuffle().repeat(10**9)
     dataset = dataset.batch(size, batch_fn=list)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 

@@ -1,6 +1,9 @@
 """Loss parts, one file a slot, and how they compose."""
 
-from policyopt.losses import controllers
+from typing import Any
+
+from policyopt import checks
+from policyopt.losses import controllers, diagnostics
 from policyopt.losses.aggregates import (
     constant_length,
     prompt_mean,
@@ -27,6 +30,7 @@ from policyopt.losses.gates import (
 from policyopt.losses.penalties import entropy, kl_to_old, kl_to_reference
 from policyopt.losses.ratios import (
     arithmetic_mean_ratio,
+    behavior_ratio,
     clipped_sequence_ratio,
     segment_ratio,
     sequence_ratio,
@@ -48,11 +52,13 @@ __all__ = [
     'adaptive',
     'add',
     'arithmetic_mean_ratio',
+    'behavior_ratio',
     'clipped',
     'clipped_sequence_ratio',
     'constant_length',
     'controllers',
     'detached_weight',
+    'diagnostics',
     'dual_clipped',
     'entropy',
     'kl_to_old',
@@ -81,3 +87,9 @@ __all__ = [
     'unnormalised_sequence_ratio',
     'value_loss',
 ]
+
+_SLOTS = ('ratio', 'surrogate', 'gate', 'penalty', 'aggregate', 'loss')
+
+
+def __getattr__(name: str) -> Any:
+    checks.unknown_name('losses', name, globals(), _SLOTS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,52 +30,64 @@ _OPTIONAL = ('logp_behavior', 'logp_ref', 'entropy', 'values', 'values_old', 're
 _FLOATS = ('logp_new', 'logp_old', 'advantages', *_OPTIONAL)
 
 
-class Adaptive(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
     """A part whose coefficients are the current values of named controllers."""
 
     make: Callable[..., Any]
-    names: Mapping[str, str]
+    arguments: Mapping[str, Any]
     slot: str
 
+    def __call__(self, coefficients: Mapping[str, Array]) -> Any:
+        """Make the part from the controllers' current values."""
+        values = {}
+        for argument, value in self.arguments.items():
+            if isinstance(value, str):
+                if value not in coefficients:
+                    raise ValueError(
+                        f'no controller named `{value}` in `coefficients`.'
+                        f'{checks.nearest(value, coefficients)}'
+                    )
+                value = coefficients[value]
+            values[argument] = value
+        return self.make(**values)
 
-def adaptive(make: Callable[..., Any], **names: str) -> Any:
-    """Return make(**coefficients) for any slot, with coefficients read at each step.
 
-    Example: `adaptive(clipped, low='clip_low', high='clip_high')` in an algorithm whose
-    `controllers` define `clip_low` and `clip_high`. Fix other arguments with functools.partial.
+def adaptive(make: Callable[..., Any], **arguments: Any) -> Any:
+    """Return make(**arguments), made anew at each step from controllers' values.
+
+    It goes into any slot but `aggregate`, whose weights depend on mask and group alone.
+
+    Example: `adaptive(clipped, low=.2, high='clip_high')` in an algorithm with
+    `controllers={'clip_high': controllers.adaptive_clip(.28, 'policy/frozen_high')}`.
 
     Args:
       make: factory of a loss part.
-      **names: argument of `make` -> name of the controller.
+      **arguments: a string names a controller; anything else is the argument itself. An argument
+        that is a string in its own right goes through functools.partial.
     """
     inner = make.func if isinstance(make, functools.partial) else make
-    parameters = inspect.signature(inner).parameters
-    for argument in names:
-        if argument not in parameters:
-            raise TypeError(
-                f'{inner.__name__}() has no argument `{argument}`.'
-                f'{checks.nearest(argument, parameters)}'
-            )
-    return Adaptive(make, names, getattr(inner, 'slot', ''))
+    checks.check_arguments(inner, (), arguments, partial=True)
+    return Adaptive(make, arguments, getattr(inner, 'slot', ''))
+
+
+def _check_aggregate(aggregate: Any) -> None:
+    if isinstance(aggregate, Adaptive):
+        raise TypeError('aggregate is adaptive; token weights depend on mask and group alone')
+    checks.check_slot('aggregate', aggregate)
 
 
 def _bind(part: Any, coefficients: Mapping[str, Array]) -> Any:
-    if not isinstance(part, Adaptive):
-        return part
-    for name in part.names.values():
-        if name not in coefficients:
-            raise KeyError(f'no controller named `{name}`.{checks.nearest(name, coefficients)}')
-    return part.make(**{arg: coefficients[name] for arg, name in part.names.items()})
+    return part(coefficients) if isinstance(part, Adaptive) else part
 
 
-def _check_slot(slot: str, part: Any) -> None:
-    found = getattr(part, 'slot', slot)
-    if not (callable(part) or isinstance(part, Adaptive)) or found != slot:
-        shown = getattr(part, '__name__', repr(part))
-        kind = f'part of slot {found!r}' if found != slot else 'not a function'
-        raise TypeError(f'{slot}={shown}: {kind}')
-    if inspect.isfunction(part) and hasattr(part, '__wrapped__'):
-        raise TypeError(f'{slot}={part.__name__}: call it, as in `{part.__name__}(...)`')
+def _ran(slot: str, part: Any, value: Any, shape: tuple[int, ...]) -> Array:
+    """What a part returned, as [B,T]; raises where its shape can only broadcast by accident."""
+    value = jnp.asarray(value)
+    if value.shape != shape and not (value.ndim == 2 and value.shape in ((shape[0], 1), (1, 1))):
+        name = getattr(part, '__name__', repr(part))
+        raise ValueError(f'{slot} {name} returned shape {value.shape}, wanted {shape}')
+    return jnp.broadcast_to(value, shape)
 
 
 def clean(inputs: LossInputs, fields: Sequence[str] = _FLOATS) -> LossInputs:
@@ -100,15 +111,22 @@ def clean(inputs: LossInputs, fields: Sequence[str] = _FLOATS) -> LossInputs:
         value = jnp.asarray(value)
         if value.shape != shape:
             raise ValueError(f'{field} has shape {value.shape}, logp_new {shape}')
-        if not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits < 32:
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f'{field} is {value.dtype}; legal: float32, float64')
+        if jnp.finfo(value.dtype).bits < 32:
             raise TypeError(
                 f'{field} is {value.dtype}; legal: float32, float64 (bf16 rounds 1.0004 to 1)'
             )
         if value.dtype != dtype:
             raise TypeError(f'{field} is {value.dtype}, logp_new {dtype}: all must be the same')
         changes[field] = masked.select(mask, value)
-    if (segment := inputs.segment) is not None and jnp.shape(segment) != shape:
-        raise ValueError(f'segment has shape {jnp.shape(segment)}, logp_new {shape}')
+    if inputs.segment is not None:
+        segment = jnp.asarray(inputs.segment)
+        if segment.shape != shape:
+            raise ValueError(f'segment has shape {segment.shape}, logp_new {shape}')
+        if not jnp.issubdtype(segment.dtype, jnp.integer):
+            raise TypeError(f'segment is {segment.dtype}; legal: integers')
+        changes['segment'] = segment
     return dataclasses.replace(inputs, **changes)
 
 
@@ -122,6 +140,7 @@ def _total(weights: Array, token_loss: Array, mask: Array) -> Array:
     return jnp.sum(masked.select(mask, weights * token_loss))
 
 
+@checks.factory('loss')
 def policy_loss(
     *,
     ratio: Any,
@@ -136,8 +155,8 @@ def policy_loss(
     Metrics, each a Mean named `{name}/...`: over policy tokens `objective` (gated surrogate),
     `penalty` (where there is one), `ratio`, `extreme` (share with |log_ratio| >= 20); over active
     tokens, those with A != 0, `frozen` (share where the ungated surrogate has exactly no gradient
-    in the token's logp_new), of it `frozen_high` (A > 0) and `frozen_low` (A < 0), `gated` (share
-    that a gate sets to 0), `stopped` (frozen or gated).
+    in the token's logp_new), `gated` (share that a gate sets to 0), `stopped` (frozen or gated);
+    `frozen_high` is the frozen share of tokens with A > 0 alone, `frozen_low` of those with A < 0.
 
     Args:
       ratio: member of losses.ratios.
@@ -154,13 +173,14 @@ def policy_loss(
       TypeError: a part of another slot. At the first trace: MissingInput, and the errors of
         `clean`.
     """
-    _check_slot('ratio', ratio)
-    _check_slot('surrogate', surrogate)
-    _check_slot('aggregate', aggregate)
-    for gate in gates:
-        _check_slot('gate', gate)
-    for penalty in penalties:
-        _check_slot('penalty', penalty)
+    checks.check_slot('ratio', ratio)
+    checks.check_slot('surrogate', surrogate)
+    _check_aggregate(aggregate)
+    for slot, parts in (('gate', gates), ('penalty', penalties)):
+        if callable(parts):
+            raise TypeError(f'{slot}s are a list: [{getattr(parts, "__name__", parts)}]')
+        for part in parts:
+            checks.check_slot(slot, part)
 
     def weigh(batch: Any) -> Array:
         return aggregate(batch.mask, getattr(batch, 'group', None))
@@ -171,18 +191,23 @@ def policy_loss(
         bind = functools.partial(_bind, coefficients=inputs.coefficients)
         log_ratio_of, surrogate_of = bind(ratio), bind(surrogate)
 
+        shape = inputs.mask.shape
+
         def policy_term(logp_new: Array) -> tuple[Array, Array]:
             log_ratio = log_ratio_of(dataclasses.replace(inputs, logp_new=logp_new))
-            return surrogate_of(log_ratio, inputs.advantages), log_ratio
+            log_ratio = _ran('ratio', ratio, log_ratio, shape)
+            objective = surrogate_of(log_ratio, inputs.advantages)
+            return _ran('surrogate', surrogate, objective, shape), log_ratio
 
         objective, log_ratio = policy_term(inputs.logp_new)
         gate = jnp.ones_like(objective)
         for part in gates:
-            gate = gate * bind(part)(inputs, log_ratio)
+            gate = gate * _ran('gate', part, bind(part)(inputs, log_ratio), shape)
         gated = jax.lax.stop_gradient(gate) * objective
         penalty = jnp.zeros_like(objective)
         for part in penalties:
-            penalty = penalty + bind(part)(inputs, log_ratio)
+            value = bind(part)(inputs, log_ratio)
+            penalty = penalty + _ran('penalty', part, value, shape)
 
         slope = jax.grad(lambda logp: jnp.sum(masked.select(inputs.mask, policy_term(logp)[0])))
         frozen = slope(jax.lax.stop_gradient(inputs.logp_new)) == 0
@@ -205,13 +230,14 @@ def _policy_metrics(
         'ratio': Mean.of(masked.bounded_exp(log_ratio), mask),
         'extreme': Mean.of(jnp.abs(log_ratio) >= masked.EXTREME, mask),
         'frozen': Mean.of(frozen, active),
-        'frozen_high': Mean.of(frozen & (advantages > 0), active),
-        'frozen_low': Mean.of(frozen & (advantages < 0), active),
+        'frozen_high': Mean.of(frozen, mask & (advantages > 0)),
+        'frozen_low': Mean.of(frozen, mask & (advantages < 0)),
         'gated': Mean.of(gate == 0, active),
         'stopped': Mean.of(frozen | (gate == 0), active),
     }
 
 
+@checks.factory('loss')
 def value_loss(*, aggregate: Any, clip: float | None = None, name: str = 'value') -> LossTransform:
     """sum_t weight_t 1/2 (V_t - R_t)^2, with clip the larger of it and that of the clipped V.
 
@@ -222,7 +248,7 @@ def value_loss(*, aggregate: Any, clip: float | None = None, name: str = 'value'
       clip: in units of the value; None for no clipping.
       name: first part of the metrics' names: `error` (mean squared), `clipped` (share).
     """
-    _check_slot('aggregate', aggregate)
+    _check_aggregate(aggregate)
     if clip is not None:
         checks.number('clip', clip, 0)
 
@@ -247,6 +273,7 @@ def value_loss(*, aggregate: Any, clip: float | None = None, name: str = 'value'
     return LossTransform(weigh, apply)
 
 
+@checks.factory('loss')
 def positive_nll(*, aggregate: Any, name: str = 'nll') -> LossTransform:
     """-sum_t weight_t logp_new_t over rows whose answer is correct (VAPO 2504.05118).
 
@@ -254,10 +281,10 @@ def positive_nll(*, aggregate: Any, name: str = 'nll') -> LossTransform:
       aggregate: member of losses.aggregates, over the tokens of `batch.positive` rows.
       name: first part of the metric's name: `logp`, mean log-prob of those tokens.
     """
-    _check_slot('aggregate', aggregate)
+    _check_aggregate(aggregate)
 
     def weigh(batch: Any) -> Array:
-        positive = jnp.asarray(require(batch, 'positive', 'positive_nll')) != 0
+        positive = jnp.asarray(require(batch, 'positive', 'positive_nll')) > 0
         mask = (jnp.asarray(batch.mask) != 0) & positive[:, None]
         return aggregate(mask, getattr(batch, 'group', None))
 
@@ -272,7 +299,12 @@ def positive_nll(*, aggregate: Any, name: str = 'nll') -> LossTransform:
 
 
 def add(*losses: LossTransform) -> LossTransform:
-    """Sum of losses; weights become a tuple. Raises where two of them report the same metric."""
+    """Sum of losses; weights become a tuple.
+
+    Raises TypeError for what is no LossTransform, and at the first trace ValueError where two
+    report the same metric: give one of them another `name`.
+    """
+    _check_losses(*losses)
 
     def weigh(batch: Any) -> tuple[Any, ...]:
         return tuple(loss.weigh(batch) for loss in losses)
@@ -291,9 +323,17 @@ def add(*losses: LossTransform) -> LossTransform:
     return LossTransform(weigh, apply)
 
 
+def _check_losses(*losses: Any) -> None:
+    for loss in losses:
+        checks.check_called('loss', loss)
+        if not isinstance(loss, LossTransform):
+            raise TypeError(f'a LossTransform belongs here, got {loss!r}')
+
+
 def scale(factor: float | Array, loss: LossTransform) -> LossTransform:
     """factor * loss; its metrics are those of the unscaled loss."""
     checks.number('factor', factor)
+    _check_losses(loss)
 
     def apply(inputs: LossInputs, weights: Any) -> LossOutput:
         out = loss.apply(inputs, weights)
@@ -308,7 +348,8 @@ def required_inputs(
     """Optional LossInputs fields without which `loss` raises MissingInput.
 
     Found by tracing the loss abstractly with one field at a time left out; nothing is computed.
-    A trainer scores a reference policy only where this names `logp_ref`.
+    A trainer scores a reference policy only where this names `logp_ref`. `coefficients` are those
+    of `controllers.init(algorithm.controllers)`; an adaptive loss needs them.
     """
     x = jnp.zeros((1, 1), jnp.float32)
     row = jnp.ones((1,), jnp.int32)
@@ -319,17 +360,20 @@ def required_inputs(
         coefficients={k: jnp.float32(v) for k, v in (coefficients or {}).items()},
     )
 
-    def missing(field: str) -> bool:
-        def run(inputs: LossInputs) -> Array:
-            batch = _Batch(mask=inputs.mask, group=row, positive=row)
-            return loss.apply(inputs, loss.weigh(batch)).loss
+    def run(inputs: LossInputs) -> Array:
+        batch = _Batch(mask=inputs.mask, group=row, positive=row)
+        return loss.apply(inputs, loss.weigh(batch)).loss
 
+    def missing(field: str) -> bool:
         try:
             jax.eval_shape(run, dataclasses.replace(full, **{field: None}))
         except MissingInput as error:
             return error.field == field
+        except (TypeError, ValueError, AttributeError):
+            return True  # a part that reads the field without asking for it
         return False
 
+    jax.eval_shape(run, full)  # an error here is the loss's own
     return frozenset(field for field in (*_OPTIONAL, 'segment') if missing(field))
 
 

@@ -2,7 +2,7 @@
 
 A loss part reads one through `compose.adaptive`. The state of all of them is a dict of scalars that
 the trainer carries: `values = init(controllers)`, then `values = update(controllers, values,
-metrics, step)` after each optimizer step, with that step's metrics.
+metrics, step)` after an optimizer step, with that step's metrics.
 """
 
 from __future__ import annotations
@@ -38,26 +38,41 @@ def _read(metrics: Metrics, name: str) -> Array:
     return metrics[name].value
 
 
-def doubling_kl(init: float = 1.0, target: float = 0.01, metric: str = 'kl_old/k3') -> Controller:
+@checks.factory('controllers')
+def doubling_kl(
+    init: float = 1.0,
+    target: float = 0.01,
+    metric: str = 'kl_old/k3',
+    low: float = 1e-4,
+    high: float = 1e4,
+) -> Controller:
     """KL < target/1.5 halves the coefficient, KL > 1.5 target doubles it (PPO 1707.06347).
 
+    The paper adapts once per rollout, by the KL after its updates. What it reads is the KL that the
+    last optimizer step saw, so more than one of them per rollout is needed: the first sees none.
+
     Args:
-      init: first value; above 0.
+      init: first value; in [low, high].
       target: nats per token. Unpublished for language models: .01 is a choice.
       metric: name of the KL it reads.
+      low: smallest value; a choice, so that a coefficient at rest can come back.
+      high: largest value; a choice.
     """
-    checks.number('init', init, 1e-12)
+    checks.number('low', low, 1e-12)
+    checks.number('high', high, low)
+    checks.number('init', init, low, high)
     checks.number('target', target, 1e-12)
 
     def step(value: Array, metrics: Metrics, count: Array) -> Array:
         del count
         kl = _read(metrics, metric)
         factor = jnp.where(kl < target / 1.5, 0.5, jnp.where(kl > 1.5 * target, 2.0, 1.0))
-        return value * factor
+        return jnp.clip(value * factor, low, high)
 
     return Controller(init, step)
 
 
+@checks.factory('controllers')
 def proportional_kl(
     init: float, target: float, rate: float = 0.1, metric: str = 'kl_reference/k3'
 ) -> Controller:
@@ -76,11 +91,12 @@ def proportional_kl(
     def step(value: Array, metrics: Metrics, count: Array) -> Array:
         del count
         error = jnp.clip(_read(metrics, metric) / target - 1, -0.2, 0.2)
-        return value * (1 + rate * error)
+        return jnp.where(jnp.isfinite(error), value * (1 + rate * error), value)
 
     return Controller(init, step)
 
 
+@checks.factory('controllers')
 def adaptive_clip(
     init: float,
     metric: str,
@@ -91,8 +107,10 @@ def adaptive_clip(
 ) -> Controller:
     """eps <- clip(eps exp(rate (c - target)), low, high), c the share that the last step clipped.
 
-    One controller a side: `policy/frozen_high` drives the upper distance, `policy/frozen_low` the
-    lower one.
+    One controller a side: `policy/frozen_high`, a share of the tokens with A > 0, drives the upper
+    distance, `policy/frozen_low` the lower one. A step that counted no such token changes nothing.
+    It needs more than one optimizer step per rollout: at ratio 1 nothing is ever clipped, and eps
+    shrinks to `low`.
 
     Args:
       init: first eps.
@@ -109,16 +127,18 @@ def adaptive_clip(
     def step(value: Array, metrics: Metrics, count: Array) -> Array:
         del count
         share = _read(metrics, metric)
-        return jnp.clip(value * jnp.exp(rate * (share - target)), low, high)
+        error = jnp.where(metrics[metric].count > 0, share - target, 0)
+        return jnp.clip(value * jnp.exp(rate * error), low, high)
 
     return Controller(init, step)
 
 
+@checks.factory('controllers')
 def scheduled(schedule: Callable[[Array | int], Array | float]) -> Controller:
-    """The value of an optax-style schedule: step -> value; independent of metrics."""
+    """The value of an optax-style schedule, step -> value: schedule(k) at step k."""
 
     def step(value: Array, metrics: Metrics, count: Array) -> Array:
         del value, metrics
-        return jnp.asarray(schedule(count))
+        return jnp.asarray(schedule(count + 1))
 
     return Controller(float(schedule(0)), step)

@@ -219,7 +219,7 @@ def ratio_statistics(inputs: LossInputs) -> Metrics:
 
     `ratio/mean` of w over tokens (1 in expectation for tokens drawn from old), `ratio/token_log`
     the Histogram of l, `ratio/sequence_log` that of a row's mean of l (the log of GSPO's s_i),
-    `ratio/extreme` the share of tokens with |l| > 20, `ratio/nonfinite` the share where l is NaN or
+    `ratio/extreme` the share of tokens with |l| >= 20, `ratio/nonfinite` the share where l is NaN or
     infinite, `ratio/row_variance` as `within_row_variance` has it.
     """
     inputs = _prepare(inputs)
@@ -228,7 +228,7 @@ def ratio_statistics(inputs: LossInputs) -> Metrics:
         'ratio/mean': Mean.of(bounded_exp(log_ratio), mask),
         'ratio/token_log': Histogram.of(log_ratio, mask),
         'ratio/sequence_log': Histogram.of(row_mean(log_ratio, mask), _rows(mask)),
-        'ratio/extreme': Mean.of(_as(jnp.abs(log_ratio) > EXTREME, log_ratio), mask),
+        'ratio/extreme': Mean.of(_as(jnp.abs(log_ratio) >= EXTREME, log_ratio), mask),
         'ratio/nonfinite': Mean.of(_as(~jnp.isfinite(log_ratio), log_ratio), mask),
         'ratio/row_variance': within_row_variance(log_ratio, mask),
     }

@@ -42,7 +42,7 @@ def off_policy_sequence(delta: float = 0.5) -> Gate:
     """0 where A_t < 0 and mean_t(logp_behavior - logp_new) of the row > delta; else 1.
 
     Off-policy sequence masking of DeepSeek-V3.2 (2512.02556). The drift is measured against the
-    sampler. A_t = 0 keeps.
+    sampler. A_t = 0 keeps, and a dropped row keeps its penalties.
 
     Args:
       delta: nats per token. Unpublished: 0.5 is a choice.

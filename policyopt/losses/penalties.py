@@ -53,8 +53,9 @@ def kl_to_reference(beta: Coefficient, estimator: str = 'k3', unbiased: bool = F
     Args:
       beta: coefficient.
       estimator: `k1`, `k2` or `k3`; GRPO (2402.03300) uses k3.
-      unbiased: weigh k3 by pi_new/pi_old, differentiated: the exact reverse-KL gradient in
-        expectation, on and off policy (DeepSeek-V3.2 2512.02556). Needs estimator k3.
+      unbiased: weigh k3 by the token's own pi_new/pi_old, whatever the algorithm's ratio,
+        differentiated: the exact reverse-KL gradient in expectation, on and off policy
+        (DeepSeek-V3.2 2512.02556). Needs estimator k3.
     """
     checks.number('beta', beta, 0)
     if estimator not in ESTIMATORS:

@@ -37,6 +37,17 @@ def token_ratio() -> Ratio:
 
 
 @checks.factory('ratio')
+def behavior_ratio() -> Ratio:
+    """logp_new - logp_behavior per token: the ratio to the sampler (MiniRL 2512.01374)."""
+
+    def ratio(inputs: LossInputs) -> Array:
+        behavior = require(inputs, 'logp_behavior', 'behavior_ratio')
+        return masked.select(inputs.mask, inputs.logp_new - behavior)
+
+    return ratio
+
+
+@checks.factory('ratio')
 def sequence_ratio() -> Ratio:
     """mean_t l_t at every token of the row: log of the geometric mean (GSPO 2507.18071)."""
 
@@ -77,18 +88,16 @@ def segment_ratio(per_token: bool = False) -> Ratio:
 
 
 @checks.factory('ratio')
-def unnormalised_sequence_ratio(bound: float = 20.0) -> Ratio:
+def unnormalised_sequence_ratio() -> Ratio:
     """sum_t l_t at every token of the row: the true importance weight of the row.
 
-    Args:
-      bound: the sum is clipped to +-bound nats before exp, without gradient beyond it; the metric
-        `extreme` counts such tokens.
+    The sum is clipped to +-20 nats before exp, without gradient beyond; the metric `extreme`
+    counts such tokens.
     """
-    checks.number('bound', bound, low=0)
 
     def ratio(inputs: LossInputs) -> Array:
         total = masked.row_sum(_token_log_ratio(inputs), inputs.mask)
-        return _spread(jnp.clip(total, -bound, bound), inputs)
+        return _spread(jnp.clip(total, -masked.EXTREME, masked.EXTREME), inputs)
 
     return ratio
 

@@ -18,6 +18,18 @@ Surrogate = Callable[[Array, Array], Array]
 Coefficient = float | Array
 
 
+@jax.custom_jvp
+def _sigmoid(x: Array) -> Array:
+    """Sigmoid whose slope keeps its digits where 1 - sigmoid rounds to 0."""
+    return jax.nn.sigmoid(x)
+
+
+@_sigmoid.defjvp
+def _sigmoid_slope(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    return jax.nn.sigmoid(x), jax.nn.sigmoid(x) * jax.nn.sigmoid(-x) * dx
+
+
 def _clipped(u: Array, advantages: Array, low: Coefficient, high: Coefficient) -> Array:
     edge = jnp.where(advantages > 0, 1 + high, 1 - low)
     stopped = masked.clip_stops(u, advantages, low, high)
@@ -65,7 +77,7 @@ def dual_clipped(
       cap: above 1.
     """
     checks.number('low', low, 0, 1)
-    checks.number('cap', cap, 1)
+    checks.number('cap', cap, 1 + 1e-6)
     top = low if high is None else checks.number('high', high, 0)
 
     def surrogate(log_ratio: Array, advantages: Array) -> Array:
@@ -87,7 +99,7 @@ def soft_gated(tau_positive: Coefficient = 1.0, tau_negative: Coefficient = 1.05
 
     def surrogate(log_ratio: Array, advantages: Array) -> Array:
         tau = jnp.where(advantages > 0, tau_positive, tau_negative).astype(log_ratio.dtype)
-        return 4 / tau * jax.nn.sigmoid(tau * masked.bounded_expm1(log_ratio)) * advantages
+        return 4 / tau * _sigmoid(tau * masked.bounded_expm1(log_ratio)) * advantages
 
     return surrogate
 
@@ -109,7 +121,7 @@ def truncated_weight(cap: Coefficient = 5.0) -> Surrogate:
 
 @checks.factory('surrogate')
 def masked_weight(low: Coefficient = 0.2, high: Coefficient | None = None) -> Surrogate:
-    """sg[M u] A log_ratio, M = 0 where `clipped` has no slope (MiniRL 2512.01374).
+    """sg[M u] A log_ratio, M = 0 where `clipped` has no slope: the form of the ablation grid.
 
     The gradient is that of `clipped`; the value is not.
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from policyopt.models.grouped_matmul import BACKENDS
 from policyopt.models.moe import MoEConfig
 from policyopt.sharding import nearest
 
@@ -129,6 +130,7 @@ class ModelConfig:
         self._check_moe()
         one_of('remat', self.remat, REMAT)
         one_of('attention', self.attention, ATTENTION)
+        one_of('moe_backend', self.moe_backend, ('auto', *BACKENDS))
         one_of('dtype', self.dtype, DTYPES)
         one_of('param_dtype', self.param_dtype, DTYPES)
         one_of('precision', self.precision, PRECISIONS)

@@ -17,7 +17,7 @@ from flax import nnx, traverse_util
 
 from policyopt.models.config import ModelConfig
 from policyopt.models.expert_parallel import moe_layer_sharded
-from policyopt.sharding import DEFAULT_RULES, Rules
+from policyopt.sharding import DEFAULT_RULES, Rules, constrain
 from policyopt.types import Array
 
 SHARED = 1 << 20  # numbers
@@ -48,6 +48,7 @@ def initialise(state: Any, key: Array, lead: tuple[int, ...] = ()) -> dict[str, 
     cut = {}
     if small:
         shared = jax.random.normal(next(keys), (*lead, sum(sizes)))
+        shared = constrain(shared, (None,) * shared.ndim)
         cut = dict(zip(small, jnp.split(shared, np.cumsum(sizes)[:-1], axis=-1), strict=True))
     out = {}
     for path, leaf in leaves.items():
@@ -130,7 +131,7 @@ class Attention(nnx.Module):
         config = self.config
 
         def project(kernel: Any, name: str) -> Array:
-            y = dense('btd,dhk->bthk', x, kernel[...], config)
+            y = dense(x, kernel[...], config)
             if config.qkv_bias:
                 y = y + getattr(self, f'{name}_bias')[...].astype(y.dtype)
             return y
@@ -140,19 +141,25 @@ class Attention(nnx.Module):
             q = rms_norm(q, self.q_norm[...], config.norm_eps)
             k = rms_norm(k, self.k_norm[...], config.norm_eps)
         out = mix(rotate(q, *rope), rotate(k, *rope), v)
-        return dense('bthk,hkd->btd', out, self.o[...], config)
+        return dense(out, self.o[...], config, contract=2)
 
 
-def dense(equation: str, x: Array, kernel: Array, config: ModelConfig) -> Array:
-    """Einsum in the config's dtype and precision."""
-    dtype = config.compute_dtype
-    return jnp.einsum(
-        equation,
-        x,
-        kernel.astype(dtype),
+def dense(x: Array, kernel: Array, config: ModelConfig, contract: int = 1) -> Array:
+    """x [B,T,*in] @ kernel [*in,*out], `contract` axes in, in the config's dtype and precision.
+
+    As one matrix product over all tokens: with two token axes XLA transposes copies of the
+    activations for the kernel's gradient, which on CPU takes the time of the product again.
+    """
+    dtype, out = config.compute_dtype, kernel.shape[contract:]
+    inner = math.prod(kernel.shape[:contract])
+    flat = jnp.einsum(
+        'nd,df->nf',
+        x.reshape(-1, inner),
+        kernel.astype(dtype).reshape(inner, -1),
         precision=config.lax_precision,
         preferred_element_type=dtype,
     )
+    return flat.reshape(*x.shape[:2], *out)
 
 
 class SwiGLU(nnx.Module):
@@ -168,9 +175,9 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """[B,T,D] -> [B,T,D]."""
-        gate = dense('btd,df->btf', x, self.gate[...], self.config)
-        up = dense('btd,df->btf', x, self.up[...], self.config)
-        return dense('btf,fd->btd', jax.nn.silu(gate) * up, self.down[...], self.config)
+        gate = dense(x, self.gate[...], self.config)
+        up = dense(x, self.up[...], self.config)
+        return dense(jax.nn.silu(gate) * up, self.down[...], self.config)
 
 
 class SharedExpert(nnx.Module):

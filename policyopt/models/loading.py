@@ -114,70 +114,76 @@ def _place(
     model: Model, tensors: Mapping[str, FileTensor], listed: list[Entry], mesh: Any
 ) -> Params:
     """Read every parameter into its sharding."""
-    shapes = _flat(model.shapes())
-    if mesh is None:
-        shardings = dict.fromkeys(shapes, jax.sharding.SingleDeviceSharding(_default_device()))
-    else:
-        tree = param_shardings(model.axes(), model.shapes(), mesh, model.rules)
-        shardings = _flat(tree)
+    shapes, shardings = _flat(model.shapes()), {}
+    if mesh is not None:
+        shardings = _flat(param_shardings(model.axes(), model.shapes(), mesh, model.rules))
     params = {}
     for path, group in itertools.groupby(listed, lambda entry: entry.path):
-        params[path] = _assemble(shapes[path], shardings[path], list(group), tensors)
+        params[path] = _assemble(shapes[path], shardings.get(path), list(group), tensors)
     for path in shapes.keys() - params.keys():
         assert path in (('value',), ('reward',)), path
-        params[path] = jax.device_put(
-            np.zeros(shapes[path].shape, shapes[path].dtype), shardings[path]
-        )
+        params[path] = jnp.zeros(shapes[path].shape, shapes[path].dtype, device=shardings.get(path))
     return traverse_util.unflatten_dict(params)
-
-
-def _default_device() -> Any:
-    (device,) = jnp.zeros(()).devices()
-    return device
 
 
 def _flat(tree: Any) -> dict[tuple[str, ...], Any]:
     return cast(dict[tuple[str, ...], Any], traverse_util.flatten_dict(tree))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(stacked: jax.Array, part: jax.Array, index: tuple[Any, ...]) -> jax.Array:
-    """`stacked` with `part` at the leading `index`, in place."""
-    part = part.reshape((1,) * len(index) + part.shape)
-    return jax.lax.dynamic_update_slice(stacked, part, (*index, *(0,) * (part.ndim - len(index))))
-
-
 def _assemble(
     shape: Any, sharding: Any, parts: list[Entry], tensors: Mapping[str, FileTensor]
 ) -> jax.Array:
-    """One parameter from its parts, each device's shard filled part by part."""
-    dtype, lead = np.dtype(shape.dtype), len(parts[0].index)
-    where = sharding.addressable_devices_indices_map(shape.shape)
-    where = {device: _spans(index, shape.shape) for device, index in where.items()}
-    shards: dict[Any, jax.Array] = {}
-    for part in parts:
+    """One parameter from its parts, every device's shard filled part by part, in place."""
+    dtype, depth = np.dtype(shape.dtype), len(parts[0].index)
+    by_index = {part.index: part for part in parts}
+    lead, rest = shape.shape[:depth], shape.shape[depth:]
+    # Entries of the stacked axes in one device's shard; step i fills entry i of every shard.
+    local = lead if sharding is None else sharding.shard_shape(shape.shape)[:depth]
+    counts = tuple(n // m for n, m in zip(lead, local, strict=True))
+
+    def step(at: tuple[int, ...]) -> jax.Array:
         held: dict[Any, np.ndarray] = {}  # devices that hold the same slice read it once
-        for device, spans in where.items():
-            inside = all(a <= i < b for i, (a, b) in zip(part.index, spans, strict=False))
-            if not inside:
-                continue
-            cut = tuple(spans[lead:])
-            if cut not in held:
-                index = tuple(slice(a, b) for a, b in cut)
-                held[cut] = read(tensors[part.name], part.how, index, dtype)
-            if not lead:
-                shards[device] = jax.device_put(held[cut], device)
-                continue
-            if device not in shards:
-                with jax.default_device(device):
-                    shards[device] = jnp.zeros([b - a for a, b in spans], dtype)
-            at = tuple(i - a for i, (a, _) in zip(part.index, spans, strict=False))
-            shards[device] = _insert(shards[device], jax.device_put(held[cut], device), at)
-    return jax.make_array_from_single_device_arrays(shape.shape, sharding, list(shards.values()))
+
+        def part(index: Any) -> np.ndarray:
+            spans = [s.indices(n)[:2] for s, n in zip(index, counts + rest, strict=True)]
+            key = tuple(spans)
+            if key not in held:
+                shard = [start for start, _ in spans[:depth]]
+                which = tuple(i * m + j for i, m, j in zip(shard, local, at, strict=True))
+                entry, cut = by_index[which], tuple(slice(*span) for span in spans[depth:])
+                data = read(tensors[entry.name], entry.how, cut, dtype)
+                held[key] = data.reshape((1,) * depth + data.shape)
+            return held[key]
+
+        if sharding is None:
+            return jax.device_put(part(tuple(slice(None) for _ in counts + rest)))
+        return jax.make_array_from_callback(counts + rest, sharding, part)
+
+    if not depth:
+        return step(())
+    insert = _insert if sharding is None else _sharded_insert(sharding)
+    out = jnp.zeros(shape.shape, dtype, device=sharding)
+    for at in itertools.product(*map(range, local)):
+        out = insert(out, step(at), at)
+    return out
 
 
-def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    return [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+def _update(stacked: jax.Array, part: jax.Array, index: tuple[Any, ...]) -> jax.Array:
+    start = (*index, *(0,) * (part.ndim - len(index)))
+    return jax.lax.dynamic_update_slice(stacked, part, start)
+
+
+_insert = jax.jit(_update, donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=256)
+def _sharded_insert(sharding: Any) -> Any:
+    """`_update` of each device's own shard: one program for all devices, no communication."""
+    spec, whole = sharding.spec, jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(
+        _update, mesh=sharding.mesh, in_specs=(spec, spec, whole), out_specs=spec, check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=0)
 
 
 def save(

@@ -24,7 +24,7 @@ DTYPES = {
     'BF16': np.dtype(ml_dtypes.bfloat16),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK = 1 << 24  # bytes of a tensor held while it is copied into place
+CHUNK = 1 << 22  # bytes of a tensor held while it is copied into place
 INDEX = 'model.safetensors.index.json'
 
 

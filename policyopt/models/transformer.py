@@ -155,14 +155,14 @@ class Model:
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """hidden [...,D] @ head^T -> [...,V], float32 at least."""
-        wide = jnp.promote_types(hidden.dtype, jnp.float32)
-        return jnp.einsum(
-            '...d,vd->...v',
-            hidden,
+        flat = jnp.einsum(
+            'nd,vd->nv',
+            hidden.reshape(-1, hidden.shape[-1]),
             self.head(params).astype(hidden.dtype),
             precision=self.config.lax_precision,
-            preferred_element_type=wide,
+            preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32),
         )
+        return flat.reshape(*hidden.shape[:-1], -1)
 
     def value(self, params: Params, hidden: Array) -> Array:
         """Scalar per token, float32: hidden [...,D] -> [...]; needs config.value_head."""
@@ -229,8 +229,9 @@ class Model:
         return Hidden(hidden, routing, aux), Cache(k=k, v=v, length=cache.length + count)
 
     def _embed(self, params: Params, tokens: Array) -> Array:
-        x = params['embed'][tokens].astype(self.config.compute_dtype)
-        return constrain(x, ACTIVATION, self.rules)
+        # A lookup in a table that is split both ways would gather all of it on every device.
+        table = constrain(params['embed'], ('vocab', None), self.rules)
+        return constrain(table[tokens].astype(self.config.compute_dtype), ACTIVATION, self.rules)
 
     def _attention(self) -> Callable[..., Array]:
         config = self.config

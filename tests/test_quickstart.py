@@ -1,0 +1,221 @@
+"""The main job end to end, its configuration, and what it leaves behind."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import policyopt as po
+from policyopt import batches, evaluate, metrics, train
+
+ROOT = pathlib.Path(__file__).parent.parent
+QUICKSTART = ROOT / 'configs' / 'quickstart.py'
+
+
+def get_config(argument, **changes):
+    spec = importlib.util.spec_from_file_location('quickstart_config', QUICKSTART)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config(argument).to_dict()
+    for path, value in changes.items():
+        node = config
+        *sections, name = path.split('__')
+        for section in sections:
+            node = node[section]
+        node[name] = value
+    return config
+
+
+def check_run(result, workdir, config):
+    """Everything that a run promises to leave behind is there and consistent."""
+    records = metrics.read(workdir / 'metrics.jsonl')
+    stages = [r['stage'] for r in records]
+    assert stages.count('rl') == config['steps'] and stages[-1] == 'result'
+    held_out = [r for r in records if r['stage'] == 'evaluation']
+    assert held_out[0]['step'] == 0 and held_out[0]['held_out'] == result.before.value
+    assert (
+        held_out[-1]['step'] == config['steps'] and held_out[-1]['held_out'] == result.after.value
+    )
+    step = next(r for r in records if r['stage'] == 'rl')
+    assert {'reward', 'accuracy', 'length', 'loss', 'entropy', 'tokens_per_second'} <= set(step)
+    assert all(v is not None for v in step.values())
+    assert abs(step['kl_behavior/k3']) < 1  # sampler and learner agree on what was drawn
+    assert result.curves.read_bytes()[:4] == b'\x89PNG'
+    saved = batches.load_batch(workdir / 'batches' / f'batch_{config["steps"]:06d}.npz')
+    rows = config['rollout']['prompts'] * config['rollout']['group_size']
+    assert saved['mask'].shape[0] == rows
+    size = rows // config['minibatches']
+    assert (
+        saved['minibatch'].tolist()
+        == np.repeat(1 + np.arange(config['minibatches']), size).tolist()
+    )
+    gap = np.abs(saved['logp_new'] - saved['logp_old'])[saved['mask'] > 0]
+    first = np.broadcast_to(saved['minibatch'][:, None] == 1, saved['mask'].shape)[
+        saved['mask'] > 0
+    ]
+    assert gap[first].max() <= 2e-5  # on-policy
+    assert json.loads((workdir / 'config.json').read_text())['steps'] == config['steps']
+
+
+def test_tiny_run(tmp_path, capsys):
+    config = get_config('tiny=true')
+    result = train.run(config, tmp_path / 'run')
+    check_run(result, tmp_path / 'run', config)
+    printed = capsys.readouterr().out
+    assert f'held-out accuracy before RL: {result.before}' in printed
+    assert f'held-out accuracy after RL:  {result.after}' in printed
+    assert str(result.curves) in printed
+    saved = batches.load_batch(tmp_path / 'run' / 'batches' / 'batch_000002.npz')
+    second = (saved['mask'] > 0) & (saved['minibatch'][:, None] == 2)
+    assert np.abs(saved['logp_new'] - saved['logp_old'])[second].max() > 2e-5  # it trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', po.algorithms.names())
+def test_tiny_run_of_every_algorithm(name, tmp_path):
+    config = get_config(f'tiny=true,algorithm={name}')
+    result = train.run(config, tmp_path / 'run')
+    check_run(result, tmp_path / 'run', config)
+
+
+@pytest.mark.parametrize(
+    ('argument', 'changes', 'message'),
+    [
+        ('tiny,algorithm=gspoo', {}, 'Did you mean `gspo`'),
+        ('tiny', dict(algorithm_kw=dict(epss=0.1)), 'has no argument `epss`. Did you mean `eps`'),
+        ('tiny', dict(stepz=3), 'config has no `stepz`. Did you mean `steps`'),
+        ('tiny', dict(steps=0), 'config.steps is 0; legal is 1 or more'),
+        ('tiny', dict(steps=2.5), 'config.steps is 2.5; legal is int'),
+        ('tiny', dict(minibatches=5), 'legal are divisors of the 32 rows'),
+        ('tiny', dict(sampling__temprature=1.0), 'Did you mean `temperature`'),
+        ('tiny', dict(sampling__temperature=0.0), 'config.sampling.temperature is 0'),
+        ('tiny', dict(sampling__max_new_tokens=2), 'longest answer .* has 3 tokens'),
+        ('tiny', dict(model__embed_dims=3), 'Did you mean `embed_dim`'),
+        ('tiny', dict(model__vocab_size=3), 'config.model.vocab_size is 3'),
+        ('tiny', dict(task__name='chain_sums'), 'Did you mean `chain_sum`'),
+        ('tiny', dict(warm_start__accuracy=(0.5, 0.2)), 'config.warm_start.accuracy is'),
+        ('tiny', dict(rollout__group_size=0), 'group_size is 0'),
+        ('tiny', dict(optimizer__lr=0.1), 'config.optimizer has no `lr`'),
+    ],
+)
+def test_wrong_config_fails_before_any_compile(argument, changes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        train.prepare(get_config(argument, **changes))
+
+
+def test_unknown_argument_of_the_config():
+    with pytest.raises(ValueError, match='Did you mean `algorithm`'):
+        get_config('algoritm=gspo')
+
+
+@pytest.mark.parametrize('name', po.algorithms.names())
+def test_every_algorithm_has_a_config(name):
+    setup = train.prepare(get_config(f'tiny,algorithm={name}'))
+    assert setup.config.algorithm == f'policyopt.algorithms.{name}'
+    critic = {'ppo_clip', 'ppo_penalty', 'vc_ppo', 'vapo'}
+    assert setup.model.config.value_head == (name in critic)
+
+
+def test_full_config_is_legal_and_its_splits_are_disjoint():
+    setup = train.prepare(get_config(None))
+    assert len(setup.task.held_out) == 512
+    assert {i.prompt for i in setup.task.train}.isdisjoint(i.prompt for i in setup.task.held_out)
+    assert max(len(i.ids) for i in setup.task.train) <= 20
+
+
+def test_every_field_of_the_config_has_a_reader():
+    """Each field of each section is read, as `.field`, somewhere outside its class."""
+    text = ''
+    for path in (ROOT / 'policyopt').rglob('*.py'):
+        text += re.sub(r'@dataclasses.dataclass.*?(?=\n\n\n|\Z)', '', path.read_text(), flags=re.S)
+    sections = [train.RunConfig]
+    for section in sections:
+        hints = {f.name: f for f in dataclasses.fields(section)}
+        for name in hints:
+            assert re.search(rf'\.{name}\b', text), f'{section.__name__}.{name} is read nowhere'
+        resolved = __import__('typing').get_type_hints(section)
+        sections.extend(t for t in resolved.values() if dataclasses.is_dataclass(t))
+    assert len(sections) > 6
+
+
+def test_earlier_run_is_moved_aside_and_nothing_else_is_touched(tmp_path, capsys):
+    workdir = tmp_path / 'run'
+    for count in range(3):
+        train.open_workdir(workdir)
+        (workdir / 'config.json').write_text(str(count))
+    assert (tmp_path / 'run-1' / 'config.json').read_text() == '0'
+    assert (tmp_path / 'run-2' / 'config.json').read_text() == '1'
+    assert f'moved to {tmp_path / "run-2"}' in capsys.readouterr().out
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'thesis.tex').write_text('')
+    with pytest.raises(ValueError, match='holds files that are no run'):
+        train.open_workdir(tmp_path / 'mine')
+
+
+def test_warm_start_that_does_not_arrive_says_what_to_change(tmp_path):
+    config = get_config('tiny', warm_start__max_steps=2, warm_start__every=2)
+    config['warm_start']['accuracy'] = (0.9, 1.0)
+    with pytest.raises(ValueError, match='after 2 steps of warm start, not 90%: raise'):
+        train.run(config, tmp_path / 'run')
+
+
+@pytest.mark.parametrize(
+    ('correct', 'total', 'low', 'high'),
+    [(0, 10, 0, 0.2775), (8, 10, 0.4902, 0.9433), (10, 10, 0.7225, 1), (150, 512, 0.2553, 0.3339)],
+)
+def test_wilson_interval(correct, total, low, high):
+    """The ends solve |p - k/n| = z sqrt(p (1-p) / n)."""
+    found = evaluate.wilson(correct, total)
+    np.testing.assert_allclose(found, (low, high), atol=1e-4)
+    for p in found:
+        if 0 < p < 1:
+            gap = abs(p - correct / total)
+            np.testing.assert_allclose(gap, 1.959964 * np.sqrt(p * (1 - p) / total), atol=1e-7)
+    assert evaluate.wilson(0, 0) == (0, 1)
+
+
+def test_display_in_a_terminal_and_out_of_it(capsys):
+    from rich.console import Console
+
+    values = {'reward': 0.5, 'policy/frozen': 0.25, 'unknown': 3.0}
+    with metrics.Display('RL', 40, Console(force_terminal=False)) as display:
+        for step in range(1, 41):
+            display.update(step, values)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 21 and lines[0] == 'RL 1/40  reward 0.500  frozen 25.0%'
+    assert lines[-1].endswith('0:00 left') and 'unknown' not in lines[0]
+    with metrics.Display('RL', 2, Console(force_terminal=True, width=120)) as display:
+        display.update(1, values)
+        display.update(2, values)
+    assert 'reward 0.500' in capsys.readouterr().out
+
+
+def test_records_round_trip(tmp_path):
+    path = tmp_path / 'metrics.jsonl'
+    metrics.append(path, 'rl', 1, {'loss': 0.5, 'bad': float('nan')})
+    metrics.append(path, 'rl', 2, {'loss': float('inf')})
+    assert metrics.read(path) == [
+        {'stage': 'rl', 'step': 1, 'loss': 0.5, 'bad': None},
+        {'stage': 'rl', 'step': 2, 'loss': None},
+    ]
+
+
+def test_command_line_reports_a_misspelling_and_exits(tmp_path):
+    command = [
+        sys.executable,
+        '-m',
+        'policyopt.train',
+        f'--config={QUICKSTART}:tiny',
+        f'--workdir={tmp_path / "run"}',
+        '--config.algorithm=policyopt.algorithms.grpoo',
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode != 0 and not (tmp_path / 'run').exists()
+    assert 'Did you mean `grpo`' in done.stderr and 'Traceback' not in done.stderr

@@ -1,0 +1,221 @@
+"""From problems to batches: groups, rewards, dynamic sampling, empty rows, what is scored."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import policyopt as po
+from policyopt import data, models, rollout, scoring
+from policyopt.models.transformer import Hidden
+from policyopt.rollout import RolloutConfig, make_collector, required_fields
+from policyopt.sampling import SamplingConfig
+
+TOKENIZER = data.arithmetic_tokenizer()
+ITEMS = [
+    data.Item(prompt=f'{i}+1=', ids=tuple(TOKENIZER.encode(f'{i}+1=')), answer='', entry={'i': i})
+    for i in range(8)
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """A model without parameters that gives every token the same probability."""
+
+    tokenizer: data.CharTokenizer = TOKENIZER
+
+    def init_cache(self, batch, size):
+        return jnp.zeros(batch, jnp.int32)
+
+    def extend(self, params, cache, tokens, count):
+        return Hidden(jnp.zeros((*tokens.shape, 1)), None, {}), cache + count
+
+    def logits(self, params, hidden):
+        return jnp.zeros((*hidden.shape[:-1], TOKENIZER.vocab_size))
+
+
+def collector(algorithm, judge, prompts=2, group_size=4, max_rounds=3, **config):
+    return make_collector(
+        Uniform(),
+        algorithm,
+        judge,
+        RolloutConfig(prompts=prompts, group_size=group_size, max_rounds=max_rounds, **config),
+        SamplingConfig(max_new_tokens=3),
+        prompt_width=5,
+    )
+
+
+def collect(algorithm, judge, **kw):
+    source = data.batches(ITEMS, kw.get('prompts', 2), seed=0)
+    return collector(algorithm, judge, **kw)({}, None, source, jax.random.key(0), 3)
+
+
+def cycling(*marks):
+    """A judge that gives these marks row after row, whatever the answers."""
+    drawn = []
+
+    def judge(answers, entries):
+        start = len(drawn)
+        drawn.extend(answers)
+        return np.array([marks[(start + i) % len(marks)] for i in range(len(answers))], np.float32)
+
+    judge.drawn = drawn
+    return judge
+
+
+NO_KL = po.algorithms.grpo(beta=0.0)
+
+
+@pytest.mark.parametrize(
+    ('algorithm', 'fields'),
+    [
+        (NO_KL, set()),
+        (po.algorithms.grpo(), {'logp_ref'}),
+        (po.algorithms.reinforce_pp(), {'logp_ref'}),  # in its reward, not in its loss
+        (po.algorithms.dapo(), set()),
+        (po.algorithms.ppo_clip(), {'values', 'returns'}),
+        (po.algorithms.ppo_clip(value_clip=0.2), {'values', 'returns', 'values_old'}),
+        (po.algorithms.minirl(), {'logp_behavior'}),
+        (po.algorithms.gspo_turn(), {'segment', 'segment_rewards'}),
+    ],
+)
+def test_required_fields(algorithm, fields):
+    assert required_fields(algorithm) == fields
+
+
+def test_rows_of_a_prompt_are_a_group_with_its_rewards():
+    judge = cycling(1, 0, 0, 0, 1, 1, 0, 0)
+    found = collect(NO_KL, judge, right=2.0, wrong=-1.0)
+    batch, marks = found.batch, np.array([1, 0, 0, 0, 1, 1, 0, 0])
+    assert batch.group.tolist() == [0] * 4 + [1] * 4
+    assert batch.rewards.tolist() == np.where(marks, 2.0, -1.0).tolist()
+    assert batch.positive.tolist() == (marks == 1).tolist()
+    rows = np.where(marks, 2.0, -1.0).reshape(2, 4)
+    want = (rows - rows.mean(1, keepdims=True)) / (rows.std(1, ddof=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(
+        batch.advantages, want.reshape(-1, 1) * np.asarray(batch.mask), atol=1e-5
+    )
+    assert np.array_equal(batch.logp_old, batch.logp_behavior)
+    np.testing.assert_allclose(batch.logp_old, -np.log(16) * np.asarray(batch.mask), rtol=1e-6)
+    assert set(np.unique(batch.version)) == {-1, 3}
+    # Rows of one prompt share it, and their answers are what the judge was given.
+    texts = [
+        TOKENIZER.decode(t[:n]) for t, n in zip(batch.tokens, batch.prompt_length, strict=True)
+    ]
+    assert len(set(texts[:4])) == len(set(texts[4:])) == 1 and texts[0] != texts[4]
+    assert rollout.answers_of(found.rollout, TOKENIZER) == judge.drawn
+    lengths = np.asarray(batch.mask).sum(axis=1)
+    assert found.metrics['accuracy'] == 3 / 8 and found.metrics['reward'] == 1 / 8
+    assert found.metrics['rollout/tokens'] == lengths.sum()
+    assert found.metrics['length'] == pytest.approx(lengths.mean())
+
+
+def test_row_without_a_reward_leaves_the_statistics():
+    """Rewards [1, None, 0]: advantages proportional to [.5, 0, -.5]; counted, not trained on."""
+    algorithm = po.algorithms.dr_grpo(length=3)
+    found = collect(algorithm, cycling(1, np.nan, 0), prompts=1, group_size=3)
+    first = np.asarray(found.batch.mask).argmax(axis=1)
+    assert found.batch.advantages[np.arange(3), first].tolist() == [0.5, 0, -0.5]
+    assert found.metrics['rollout/not_judged'] == pytest.approx(1 / 3)
+    assert found.metrics['accuracy'] == 0.5
+
+
+@pytest.mark.parametrize('mark', [0, 1])
+def test_equal_rewards_stop_after_the_stated_rounds(mark):
+    """Every group has equal rewards: a message that says what to change, never an endless loop."""
+    judge = cycling(mark)
+    with pytest.raises(ValueError, match='none of 24 answers in 3 rounds .* warm start'):
+        collect(po.algorithms.dapo(max_length=3, cache=1), judge)
+    assert len(judge.drawn) == 3 * 8
+
+
+def test_dropped_groups_are_refilled():
+    """Of every two groups one is mixed: two rounds fill the batch, with mixed groups only."""
+    found = collect(po.algorithms.dapo(max_length=3, cache=1), cycling(1, 0, 0, 0, 1, 1, 1, 1))
+    batch = found.batch
+    assert found.metrics['rollout/rounds'] == 2 and found.metrics['rollout/kept'] == 1
+    assert batch.positive.tolist() == [True, False, False, False] * 2
+    assert len(set(batch.group.tolist())) == 2
+    assert found.metrics['accuracy'] == 5 / 8  # of every row drawn
+
+
+def test_batch_that_stays_short_is_filled_with_rows_that_count_nowhere():
+    found = collect(
+        po.algorithms.dapo(max_length=3, cache=1), cycling(1, 0, 0, 0, 1, 1, 1, 1), max_rounds=1
+    )
+    batch = found.batch
+    assert batch.tokens.shape == (8, 8) and found.metrics['rollout/kept'] == 0.5
+    assert not np.asarray(batch.mask)[4:].any() and np.isnan(batch.rewards[4:]).all()
+    assert not np.asarray(batch.advantages)[4:].any()
+    weights = po.algorithms.dapo().loss.weigh(batch)
+    np.testing.assert_allclose(np.sum(weights * batch.mask), 1, rtol=1e-6)
+    parts = rollout.minibatches(batch, 2)
+    assert len(parts) == 1 and parts[0].group.tolist() == [0] * 4
+
+
+def test_minibatches_are_slices_of_equal_size():
+    found = collect(NO_KL, cycling(1, 0))
+    parts = rollout.minibatches(found.batch, 4)
+    assert [len(p.mask) for p in parts] == [2] * 4
+    assert np.array_equal(np.concatenate([p.tokens for p in parts]), found.batch.tokens)
+    with pytest.raises(ValueError, match='3 minibatches do not divide 8 rows'):
+        rollout.minibatches(found.batch, 3)
+
+
+def test_next_steps_differ_and_repeat_with_the_key():
+    step = collector(NO_KL, cycling(1, 0))
+
+    def tokens(key):
+        return step({}, None, data.batches(ITEMS, 2, seed=0), jax.random.key(key), 0).batch.tokens
+
+    assert np.array_equal(tokens(1), tokens(1)) and not np.array_equal(tokens(1), tokens(2))
+
+
+def test_reference_and_critic_are_scored_on_the_taken_tokens():
+    config = models.ModelConfig(
+        vocab_size=16, embed_dim=8, num_layers=1, num_heads=1, num_kv_heads=1, mlp_dim=8
+    )
+    model = models.build(dataclasses.replace(config, value_head=True), TOKENIZER)
+    params = jax.jit(model.init)(jax.random.key(0)) | {'value': jnp.linspace(-1, 1, 8)}
+    reference = jax.tree.map(lambda x: 1.5 * x, params)
+    parts = po.losses.policy_loss(
+        ratio=po.losses.token_ratio(),
+        surrogate=po.losses.clipped(0.2),
+        aggregate=po.losses.token_mean(),
+        penalties=[po.losses.kl_to_reference(0.1)],
+    )
+    algorithm = po.algorithms.ppo_clip()
+    algorithm = algorithm._replace(
+        loss=po.losses.add(
+            parts, po.losses.scale(0.5, po.losses.value_loss(aggregate=po.losses.token_mean()))
+        )
+    )
+    step = make_collector(
+        model,
+        algorithm,
+        cycling(1, 0),
+        RolloutConfig(prompts=2, group_size=2),
+        SamplingConfig(max_new_tokens=3, temperature=0.8),
+        prompt_width=5,
+    )
+    found = step(params, reference, data.batches(ITEMS, 2, seed=0), jax.random.key(0))
+    score = jax.jit(lambda p, b: scoring.score(model, p, b, temperature=0.8))
+    np.testing.assert_allclose(
+        found.batch.logp_ref, score(reference, found.batch).logp_new, atol=1e-6
+    )
+    np.testing.assert_allclose(found.batch.values_old, score(params, found.batch).values, atol=1e-6)
+    # Reward at the last token, lambda .95: the last token's target is the reward.
+    last = np.asarray(found.batch.length) - 1
+    # R = A + V with the last advantage r - V
+    np.testing.assert_allclose(
+        np.asarray(found.batch.returns)[np.arange(4), last], found.batch.rewards, atol=1e-6
+    )
+
+
+def test_config_errors():
+    with pytest.raises(ValueError, match='group_size is 0'):
+        RolloutConfig(group_size=0)
+    with pytest.raises(ValueError, match='right is 0.0; legal is above wrong, 1.0'):
+        RolloutConfig(right=0.0, wrong=1.0)
