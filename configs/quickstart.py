@@ -40,24 +40,24 @@ def get_config(argument=None):
         prompt_width=6,
         seed=0,
     )
-    c.model = dict(embed_dim=128, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=256)
+    c.model = dict(embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=256)
 
     c.warm_start = dict(
         batch=128,
         max_steps=2000,
         every=10,
-        accuracy=(0.35, 0.5),
-        optimizer=dict(learning_rate=1e-3, warmup_steps=20),
+        accuracy=(0.4, 0.5),
+        optimizer=dict(learning_rate=2e-3, warmup_steps=20),
     )
 
     c.algorithm = name if '.' in name else f'policyopt.algorithms.{name}'
     c.algorithm_kw = SHORT_ANSWERS.get(name, {})
     c.sampling = dict(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
-    c.rollout = dict(prompts=64, group_size=8, max_rounds=10)
+    c.rollout = dict(prompts=128, group_size=8, max_rounds=10)
     if name == 'dapo':
         c.rollout.wrong = -1.0
-    c.optimizer = dict(learning_rate=1e-4, warmup_steps=20)
-    c.steps = 200
+    c.optimizer = dict(learning_rate=4e-4, warmup_steps=20)
+    c.steps = 250
     c.epochs = 1
     c.minibatches = 4
     c.microbatches = 1

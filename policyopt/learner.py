@@ -78,10 +78,14 @@ class Learner(NamedTuple):
       init: (params, key) -> TrainState.
       update: (TrainState, TokenBatch) -> (TrainState, Metrics, logp_new [B,T]); jitted, and the
         state is donated. `logp_new` is what the loss saw, before the parameters moved.
+      adapt: (TrainState, Metrics of the last update) -> TrainState with its controllers moved. Once
+        per rollout, after its last minibatch: at the first one the ratio is 1, and a controller
+        that looked then would see neither KL nor clipping.
     """
 
     init: Callable[[Any, Array], TrainState]
     update: Callable[[TrainState, TokenBatch], tuple[TrainState, Metrics, Array]]
+    adapt: Callable[[TrainState, Metrics], TrainState]
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -123,8 +127,7 @@ def make_learner(
 
     One update is: `prepare` and `weigh` on the whole minibatch; then, for a gradient rule, a scan
     over microbatches that sums loss, gradients and metrics, and one optimizer step; for a
-    natural-gradient rule, its step on the summed loss, with the optimizer left alone. Controllers
-    read the step's metrics and change for the next one.
+    natural-gradient rule, its step on the summed loss, with the optimizer left alone.
 
     Args:
       model: a `policyopt.models` model.
@@ -194,8 +197,7 @@ def make_learner(
             batch = part[0]
             logp = score(params, batch).logp_new
             old = jax.lax.stop_gradient(logp) if centred else batch.logp_old
-            log_ratio = masked.select(batch.mask, logp - old)
-            return jnp.sum(masked.bounded_exp(log_ratio) - 1 - log_ratio) / tokens
+            return jnp.sum(masked.exp_excess(masked.select(batch.mask, logp - old))) / tokens
 
         _, (losses, (metrics, logp_new)) = jax.lax.scan(
             lambda _, part: (None, evaluate(state.params, *part, state.controllers)), None, parts
@@ -218,20 +220,22 @@ def make_learner(
         weights = algorithm.loss.weigh(batch)
         parts = jax.tree.map(functools.partial(split_rows, microbatches), (batch, weights))
         params, opt_state, metrics, logp_new = step(state, parts)
-        values = controllers_lib.update(
-            algorithm.controllers, state.controllers, metrics, state.step
-        )
-        state = TrainState(
-            params=params,
-            opt_state=opt_state,
-            controllers=values,
-            step=state.step + 1,
-            key=state.key,
-        )
-        metrics |= {f'controller/{name}': one(value) for name, value in values.items()}
+        metrics |= {f'controller/{k}': one(value) for k, value in state.controllers.items()}
+        state = dataclasses.replace(state, params=params, opt_state=opt_state, step=state.step + 1)
         return state, metrics, logp_new.reshape(batch.mask.shape)
 
-    return Learner(init=init, update=jax.jit(update, donate_argnums=0))
+    @jax.jit
+    def move(values: Mapping[str, Array], metrics: Metrics, step: Array) -> Mapping[str, Array]:
+        return controllers_lib.update(algorithm.controllers, values, metrics, step)
+
+    def adapt(state: TrainState, metrics: Metrics) -> TrainState:
+        if not algorithm.controllers:
+            return state
+        # A schedule counts optimizer steps: `step - 1` is the last one taken.
+        values = move(state.controllers, metrics, state.step - 1)
+        return dataclasses.replace(state, controllers=values)
+
+    return Learner(init=init, update=jax.jit(update, donate_argnums=0), adapt=adapt)
 
 
 def loss_inputs(

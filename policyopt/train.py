@@ -290,6 +290,7 @@ def reinforce(setup: Setup, params: Any, workdir: Path) -> Any:
                     state, values, logp = learner.update(state, part)
                     found.append(values)
                     logp_new.append(logp)
+            state = learner.adapt(state, found[-1])
             values = collected.metrics | metrics.numbers(functools.reduce(add_metrics, found))
             spent = time.monotonic() - start
             values |= {

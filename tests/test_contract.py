@@ -293,3 +293,18 @@ def test_importance_corrections_go_with_any(name, correction):
         same = same * arrays['mask'][:, None, :]
         term = arrays['mask'] * (same * term[:, None, :]).sum(-1) / np.maximum(same.sum(-1), 1)
     np.testing.assert_allclose(grads['logp_new'], -term, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@every_algorithm
+def test_the_laws_over_many_batches(name):
+    """The laws above with fresh random batches: 100 of each, in one process."""
+    for law, extra in (
+        (test_on_policy_gradient_is_reinforce, {}),
+        (test_nothing_off_mask_matters, {'poison': np.float32(np.nan)}),
+        (test_microbatches_add_up, {}),
+        (test_order_groups_and_width_do_not_matter, {}),
+        (test_finite_for_huge_log_ratios, {'drift': 60.0}),
+    ):
+        for seed in range(1000, 1100):
+            law.hypothesis.inner_test(name=name, seed=seed, **extra)

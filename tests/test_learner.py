@@ -135,11 +135,12 @@ def test_iterations_train_with_fixed_old_log_probs_in_one_trace(model, params, b
         model, po.algorithms.grpo(beta=0.0), learner_lib.make_optimizer(config)
     )
     state = fresh(learner, params)
+    score = jax.jit(lambda p, b: scoring.score(model, p, b))
     seen = []
     for _ in range(4):
         before = jax.device_get(state.params)
         state, metrics, logp = learner.update(state, batch)
-        want = scoring.score(model, before, batch).logp_new
+        want = score(before, batch).logp_new
         np.testing.assert_allclose(logp, want, atol=2e-6)
         assert any(
             np.any(a != b)
@@ -154,9 +155,7 @@ def test_iterations_train_with_fixed_old_log_probs_in_one_trace(model, params, b
 
 
 def test_controllers_move_with_the_metrics(model, params, batch):
-    """PPO-penalty: on-policy the KL is 0, below target / 1.5, so beta halves. The old state is
-    given away.
-    """
+    """PPO-penalty: on-policy the KL is 0, below target / 1.5, so beta halves, once per rollout."""
     value_model = models.build(dataclasses.replace(model.config, value_head=True))
     params = params | {'value': np.zeros(8, np.float32)}
     batch = dataclasses.replace(batch, returns=batch.mask, values_old=0 * batch.mask)
@@ -168,8 +167,13 @@ def test_controllers_move_with_the_metrics(model, params, batch):
     given = jax.tree.leaves(state.params)
     state, metrics, _ = learner.update(state, batch)
     assert all(leaf.is_deleted() for leaf in given)
+    assert float(metrics['controller/beta'].value) == 1
+    assert float(state.controllers['beta']) == 1
+    state = learner.adapt(state, metrics)
     assert float(state.controllers['beta']) == 0.5
-    assert float(metrics['controller/beta'].value) == 0.5
+    far = dataclasses.replace(metrics['kl_old/k3'], total=metrics['kl_old/k3'].count)
+    state = learner.adapt(state, metrics | {'kl_old/k3': far})
+    assert float(state.controllers['beta']) == 1
 
 
 @pytest.fixture(scope='module')

@@ -1,8 +1,8 @@
 """Coefficients that adapt between steps: name -> Controller(init, update), state = current value.
 
 A loss part reads one through `compose.adaptive`. The state of all of them is a dict of scalars that
-the trainer carries: `values = init(controllers)`, then `values = update(controllers, values,
-metrics, step)` after an optimizer step, with that step's metrics.
+the trainer carries: `values = init(controllers)`, then, once per rollout, `values =
+update(controllers, values, metrics, step)` with the metrics of its last optimizer step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def init(controllers: Mapping[str, Controller]) -> Values:
 
 
 def update(
-    controllers: Mapping[str, Controller], values: Values, metrics: Metrics, step: Array
+    controllers: Mapping[str, Controller],
+    values: Mapping[str, Array],
+    metrics: Metrics,
+    step: Array,
 ) -> Values:
     """Return the next values, from the metrics of the step just taken."""
     return {
@@ -48,8 +51,8 @@ def doubling_kl(
 ) -> Controller:
     """KL < target/1.5 halves the coefficient, KL > 1.5 target doubles it (PPO 1707.06347).
 
-    The paper adapts once per rollout, by the KL after its updates. What it reads is the KL that the
-    last optimizer step saw, so more than one of them per rollout is needed: the first sees none.
+    As in the paper, once per rollout. What it reads is the KL that the rollout's last optimizer
+    step saw, so more than one of them per rollout is needed: the first sees none.
 
     Args:
       init: first value; in [low, high].

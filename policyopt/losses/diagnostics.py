@@ -219,8 +219,8 @@ def ratio_statistics(inputs: LossInputs) -> Metrics:
 
     `ratio/mean` of w over tokens (1 in expectation for tokens drawn from old), `ratio/token_log`
     the Histogram of l, `ratio/sequence_log` that of a row's mean of l (the log of GSPO's s_i),
-    `ratio/extreme` the share of tokens with |l| >= 20, `ratio/nonfinite` the share where l is NaN or
-    infinite, `ratio/row_variance` as `within_row_variance` has it.
+    `ratio/extreme` the share of tokens with |l| >= 20, `ratio/nonfinite` the share where l is NaN
+    or infinite, `ratio/row_variance` as `within_row_variance` has it.
     """
     inputs = _prepare(inputs)
     mask, log_ratio = inputs.mask, inputs.logp_new - inputs.logp_old
