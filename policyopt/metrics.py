@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -13,7 +14,7 @@ import jax
 from rich import console as rich_console
 from rich import progress as rich_progress
 
-from policyopt.types import Metrics
+from policyopt.types import Metrics, add_metrics
 
 # What the live display shows: name of the metric, label, format.
 SHOWN = (
@@ -30,9 +31,9 @@ SHOWN = (
 
 
 @jax.jit
-def _scalars(metrics: Metrics) -> dict[str, Any]:
+def _scalars(parts: Sequence[Metrics]) -> dict[str, Any]:
     numbers = {}
-    for name, metric in metrics.items():
+    for name, metric in functools.reduce(add_metrics, parts).items():
         if hasattr(metric, 'quantile'):
             for q in (0.01, 0.5, 0.99):
                 numbers[f'{name}/p{round(100 * q)}'] = metric.quantile(q)
@@ -41,9 +42,9 @@ def _scalars(metrics: Metrics) -> dict[str, Any]:
     return numbers
 
 
-def numbers(metrics: Metrics) -> dict[str, float]:
-    """Metrics as plain numbers: the value of each; of a histogram its 1, 50 and 99 % quantiles."""
-    return {name: float(x) for name, x in jax.device_get(_scalars(metrics)).items()}
+def numbers(*parts: Metrics) -> dict[str, float]:
+    """The sum of metrics as plain numbers: values; of a histogram its 1, 50 and 99 % quantiles."""
+    return {name: float(x) for name, x in jax.device_get(_scalars(parts)).items()}
 
 
 def append(path: Path, stage: str, step: int, values: Mapping[str, Any]) -> None:

@@ -98,6 +98,20 @@ def make_mesh(
     return jax.make_mesh(tuple(sizes), tuple(names), axis_types=kinds, devices=devices)
 
 
+def start_processes(address: str, count: int, index: int) -> None:
+    """Join this process, number `index` of `count`, to the others; afterwards devices are global.
+
+    Call it before anything else touches jax. `address` is 'host:port' of process 0. On CPU,
+    processes talk through gloo. Raises ValueError for an index out of range.
+    """
+    if not 0 <= index < count:
+        raise ValueError(
+            f'index={index} must be from 0 to {count - 1}, for count={count} processes'
+        )
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(address, num_processes=count, process_id=index)
+
+
 def partition_spec(
     axes: Sequence[str | None], rules: Rules, mesh: Mesh | jax.sharding.AbstractMesh
 ) -> PartitionSpec:

@@ -8,7 +8,6 @@ Any field of the config can be overridden: --config.optimizer.learning_rate=1e-4
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
 import time
@@ -27,7 +26,7 @@ from policyopt import batches as batches_lib
 from policyopt import learner as learner_lib
 from policyopt import rollout as rollout_lib
 from policyopt.sampling import SamplingConfig, allowed_mask
-from policyopt.types import Algorithm, Estimates, add_metrics
+from policyopt.types import Algorithm, Estimates, TokenBatch
 
 _CONFIG = config_flags.DEFINE_config_file(
     'config', None, 'File with get_config(), or FILE:ARGUMENT.'
@@ -278,21 +277,23 @@ def reinforce(setup: Setup, params: Any, workdir: Path) -> Any:
     )
     state = learner.init(params, jax.random.key(c.seed + 1))
     source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
-    collected, logp_new = None, []
+    parts, logp_new = [], []
     with metrics.Display('RL', c.steps) as display:
         for step in range(1, c.steps + 1):
-            start = time.monotonic()
+            began = time.monotonic()
             key = jax.random.fold_in(state.key, step)
             collected = collect(state.params, reference, source, key, version=step - 1)
-            found, logp_new = [], []
+            parts = rollout_lib.minibatches(collected.batch, c.minibatches)
+            found = []
             for _ in range(c.epochs):
-                for part in rollout_lib.minibatches(collected.batch, c.minibatches):
+                logp_new = []
+                for part in parts:
                     state, values, logp = learner.update(state, part)
                     found.append(values)
                     logp_new.append(logp)
             state = learner.adapt(state, found[-1])
-            values = collected.metrics | metrics.numbers(functools.reduce(add_metrics, found))
-            spent = time.monotonic() - start
+            values = collected.metrics | metrics.numbers(*found)
+            spent = time.monotonic() - began
             values |= {
                 'seconds': spent,
                 'tokens_per_second': collected.metrics['rollout/tokens'] / spent,
@@ -301,8 +302,7 @@ def reinforce(setup: Setup, params: Any, workdir: Path) -> Any:
             display.update(step, values)
             if step % c.evaluation.every == 0 and step < c.steps:
                 record_accuracy(setup, state.params, workdir, step)
-    if collected is not None:
-        save_last(collected, logp_new, c, workdir)
+    save_last(parts, logp_new, workdir / 'batches' / f'batch_{c.steps:06d}.npz')
     return state.params
 
 
@@ -310,45 +310,33 @@ def record_accuracy(setup: Setup, params: Any, workdir: Path, step: int) -> eval
     """Measure held-out accuracy and write it down."""
     accuracy = held_out(setup, params)
     low, high = accuracy.interval
-    metrics.append(
-        workdir / RECORDS,
-        'evaluation',
-        step,
-        {'held_out': accuracy.value, 'low': low, 'high': high},
-    )
+    values = {'held_out': accuracy.value, 'low': low, 'high': high}
+    metrics.append(workdir / RECORDS, 'evaluation', step, values)
     return accuracy
 
 
-def save_last(
-    collected: rollout_lib.Collected, logp_new: list[Any], config: RunConfig, workdir: Path
-) -> Path:
-    """Save the last step's rows with the log-probs that its last pass saw, for calibration."""
-    batch = collected.batch
-    parts = rollout_lib.minibatches(batch, config.minibatches)
-    rows = sum(len(part.mask) for part in parts)
-    return batches_lib.save_batch(
-        workdir / 'batches' / f'batch_{config.steps:06d}.npz',
-        logp_new=np.concatenate(logp_new[-len(parts) :]),
-        logp_old=np.asarray(batch.logp_old)[:rows],
-        logp_behavior=np.asarray(batch.logp_behavior)[:rows],
-        mask=np.asarray(batch.mask)[:rows],
-        advantages=np.asarray(batch.advantages)[:rows],
-        minibatch=1 + np.arange(rows) // len(parts[0].mask),
-        rewards=batch.rewards[:rows],  # pyright: ignore[reportOptionalSubscript]
-        group=batch.group[:rows],  # pyright: ignore[reportOptionalSubscript]
-        positive=batch.positive[:rows],  # pyright: ignore[reportOptionalSubscript]
-    )
+def save_last(parts: list[TokenBatch], logp_new: list[Any], path: Path) -> None:
+    """Save the minibatches of the last pass with the log-probs that it saw, for calibration."""
+    fields = ('logp_old', 'logp_behavior', 'mask', 'advantages', 'rewards', 'group', 'positive')
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in fields}
+    number = np.repeat(1 + np.arange(len(parts)), [len(part.mask) for part in parts])
+    batches_lib.save_batch(path, logp_new=np.concatenate(logp_new), minibatch=number, **arrays)
 
 
 # ============================================================================ the run
 
 
-def run(config: Mapping[str, Any], workdir: Path) -> Result:
-    """Warm start, measure, reinforce, measure again, report."""
-    begin = time.monotonic()
+def start(config: Mapping[str, Any], workdir: Path) -> Setup:
+    """Check the config and make the folder, before anything is compiled."""
     setup = prepare(config)
     open_workdir(workdir)
     (workdir / SETTINGS).write_text(json.dumps(dict(config), indent=2, default=str) + '\n')
+    return setup
+
+
+def run(setup: Setup, workdir: Path) -> Result:
+    """Warm start, measure, reinforce, measure again, report."""
+    begin = time.monotonic()
     params = jax.jit(setup.model.init)(jax.random.key(setup.config.seed))
     size = sum(x.size for x in jax.tree.leaves(params))
     print(
@@ -361,12 +349,8 @@ def run(config: Mapping[str, Any], workdir: Path) -> Result:
     params = reinforce(setup, params, workdir)
     after = record_accuracy(setup, params, workdir, setup.config.steps)
     gain = after.value - before.value
-    metrics.append(
-        workdir / RECORDS,
-        'result',
-        setup.config.steps,
-        {'before': before.value, 'after': after.value},
-    )
+    values = {'before': before.value, 'after': after.value}
+    metrics.append(workdir / RECORDS, 'result', setup.config.steps, values)
     curves: Path | None = workdir / CURVES
     records = metrics.read(workdir / RECORDS)
     if not metrics.draw_curves(workdir / CURVES, records, setup.config.algorithm):
@@ -392,10 +376,12 @@ def main(argv: list[str]) -> None:
     """Entry point of `python -m policyopt.train`."""
     if len(argv) > 1:
         raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
+    workdir = Path(_WORKDIR.value or '')
     try:
-        run(_CONFIG.value.to_dict(), Path(_WORKDIR.value or ''))
-    except (ValueError, TypeError) as error:
+        setup = start(_CONFIG.value.to_dict(), workdir)
+    except (ValueError, TypeError) as error:  # what is wrong with the settings; no traceback needed
         raise SystemExit(f'{type(error).__name__}: {error}') from error
+    run(setup, workdir)
 
 
 if __name__ == '__main__':

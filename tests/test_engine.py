@@ -58,6 +58,7 @@ def tiny(moe=True):
     return model, jax.jit(model.init)(key(7))
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_slots_order_or_refills():
     model = Bigram(Config(40, (EOS,)))
     table = noise(40)
@@ -82,6 +83,7 @@ def test_tokens_do_not_depend_on_slots_order_or_refills():
             assert engine.stats.useful == 1  # a refill waits for nobody
 
 
+@pytest.mark.slow
 def test_bit_for_bit_under_another_order_of_submission():
     model, params = tiny()
     prompts = [[5, 6], [3, 4, 7], [9], [10, 3, 5, 6], [3]]

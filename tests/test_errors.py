@@ -30,6 +30,14 @@ def test_unknown_algorithm(path, hint):
         po.algorithms.resolve(path)
 
 
+def test_the_fixed_entry_points_exist():
+    for name in po.__all__:
+        assert getattr(po, name) is not None
+    assert callable(po.models.load) and callable(po.sample) and callable(po.score)
+    with pytest.raises(AttributeError, match='policyopt has no `modles`'):
+        po.modles  # noqa: B018
+
+
 def test_unknown_attribute():
     with pytest.raises(AttributeError, match='Did you mean `magistral`'):
         po.algorithms.majistral  # noqa: B018

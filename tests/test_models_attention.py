@@ -156,11 +156,12 @@ def test_defaults_follow_platform_and_dtype(monkeypatch):
         assert attention_lib.default_backend(dtype) == name
 
 
-def test_half_precision_softmax_is_float32():
+@pytest.mark.parametrize('backend', ['blocked', 'splash'])
+def test_half_precision_softmax_is_float32(backend):
     q, k, v = inputs(64, seed=3)
     half = [a.astype(jnp.bfloat16) for a in single(q, k, v)]
     exact = loops(*[np.asarray(a, np.float64) for a in half])
-    out = attention(*half, backend='blocked')
+    out = attention(*half, backend=backend)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=2e-2)
 

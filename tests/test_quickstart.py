@@ -33,6 +33,10 @@ def get_config(argument, **changes):
     return config
 
 
+def run(config, workdir):
+    return train.run(train.start(config, workdir), workdir)
+
+
 def check_run(result, workdir, config):
     """Everything that a run promises to leave behind is there and consistent."""
     records = metrics.read(workdir / 'metrics.jsonl')
@@ -66,7 +70,7 @@ def check_run(result, workdir, config):
 
 def test_tiny_run(tmp_path, capsys):
     config = get_config('tiny=true')
-    result = train.run(config, tmp_path / 'run')
+    result = run(config, tmp_path / 'run')
     check_run(result, tmp_path / 'run', config)
     printed = capsys.readouterr().out
     assert f'held-out accuracy before RL: {result.before}' in printed
@@ -81,7 +85,7 @@ def test_tiny_run(tmp_path, capsys):
 @pytest.mark.parametrize('name', po.algorithms.names())
 def test_tiny_run_of_every_algorithm(name, tmp_path):
     config = get_config(f'tiny=true,algorithm={name}')
-    result = train.run(config, tmp_path / 'run')
+    result = run(config, tmp_path / 'run')
     check_run(result, tmp_path / 'run', config)
 
 
@@ -163,7 +167,7 @@ def test_warm_start_that_does_not_arrive_says_what_to_change(tmp_path):
     config = get_config('tiny', warm_start__max_steps=2, warm_start__every=2)
     config['warm_start']['accuracy'] = (0.9, 1.0)
     with pytest.raises(ValueError, match='after 2 steps of warm start, not 90%: raise'):
-        train.run(config, tmp_path / 'run')
+        run(config, tmp_path / 'run')
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ def test_a_dead_end_of_a_constraint_ends_its_own_row(draw):
     assert got.finish[0] == Finish.ERROR and got.finish[1] == Finish.LENGTH
 
 
+@pytest.mark.slow
 def test_rows_do_not_know_each_other(draw):
     config = SamplingConfig(max_new_tokens=8, top_p=0.9)
     table, keys = noise(V), jax.random.split(key(4), 5)
@@ -400,9 +401,11 @@ FIRST_RATIO = SamplingConfig(max_new_tokens=14, temperature=0.7, top_k=20, top_p
 @pytest.mark.parametrize(
     'name',
     [
-        'qwen3_moe',
         'llama_tied',
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ('mixtral', 'qwen2', 'qwen3')),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ('mixtral', 'qwen2', 'qwen3', 'qwen3_moe')
+        ),
     ],
 )
 def test_first_ratio_is_one(name):
@@ -453,6 +456,7 @@ def tiny():
     return model, jax.jit(model.init)(key(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kwargs', [{}, dict(top_p=0.8), dict(allowed_ids=tuple(range(3, 15)))])
 def test_first_ratio_of_padded_and_single_rows(draw, kwargs):
     # Case: same weights, rows padded by 0 or 7, alone or batched: log-ratio 0.

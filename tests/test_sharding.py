@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import os
+import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -60,13 +63,13 @@ def test_a_mesh_axis_splits_one_dimension_only():
 CONFIG = models.ModelConfig(
     vocab_size=40,
     embed_dim=16,
-    num_layers=3,
+    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     mlp_dim=24,
     moe=models.MoEConfig(experts=4, top_k=2),
     expert_dim=8,
-    moe_layers=(1, 2),
+    moe_layers=(1,),
 )
 
 
@@ -113,17 +116,16 @@ def loss(model, params, tokens):
     return jnp.mean(out.hidden[:, :10] ** 3)
 
 
-LAYOUTS = {
-    'fsdp_tensor': (MESH, None),
-    'expert': ([('data', 2), ('fsdp', 2), ('expert', 2)], None),
-}
+LAYOUTS = [
+    [('data', 1), ('fsdp', 2), ('expert', 2), ('tensor', 2)],
+    pytest.param(MESH, marks=pytest.mark.slow),
+    pytest.param([('data', 2), ('fsdp', 2), ('expert', 2)], marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize('layout', LAYOUTS)
-def test_a_sharded_model_is_the_same_function(layout):
-    axes, rules = LAYOUTS[layout]
-    plain, params, tokens, (value, gradient) = unsharded()
-    model = models.build(plain.config, rules=rules)
+@pytest.mark.parametrize('axes', LAYOUTS)
+def test_a_sharded_model_is_the_same_function(axes):
+    model, params, tokens, (value, gradient) = unsharded()
     mesh = sharding.make_mesh(axes)
     placed = sharding.param_shardings(model.axes(), model.shapes(), mesh, model.rules)
     with jax.set_mesh(mesh):
@@ -206,3 +208,54 @@ def test_loading_holds_one_tensor_beside_the_result(tmp_path):
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         print(f'{devices} devices: {run.stdout.strip()} of the largest tensor')
         assert float(run.stdout) < 1.3
+
+
+def test_process_numbers_are_checked():
+    with pytest.raises(ValueError, match='index=2 must be from 0 to 1'):
+        sharding.start_processes('localhost:1', count=2, index=2)
+
+
+@pytest.mark.slow
+def test_two_processes_load_compute_and_save_one_model(tmp_path):
+    model, params, tokens, (value, _) = unsharded()
+    models.save(model, params, tmp_path)
+    script = textwrap.dedent("""
+        import sys
+        import jax, jax.numpy as jnp, numpy as np
+        from policyopt import models, sharding
+
+        folder, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
+        sharding.start_processes(f'127.0.0.1:{port}', 2, index)
+        mesh = sharding.make_mesh([('data', 2), ('fsdp', 2), ('tensor', 2)])
+        with jax.set_mesh(mesh):
+            model, params = models.load(folder, mesh=mesh)
+            assert not params['embed'].is_fully_addressable
+            rows = jax.NamedSharding(mesh, jax.P(('data', 'fsdp')))
+            tokens = np.load(folder + '/tokens.npy')
+            tokens = jax.make_array_from_callback(tokens.shape, rows, lambda i: tokens[i])
+
+            def loss(params, tokens):
+                valid = jnp.tile(jnp.arange(12) < 10, (8, 1))
+                return jnp.mean(model.hidden(params, tokens, valid=valid).hidden[:, :10] ** 3)
+
+            print('loss', float(jax.jit(loss)(params, tokens)), flush=True)
+            models.save(model, params, folder + '/again')
+        jax.distributed.shutdown()
+    """)
+    np.save(tmp_path / 'tokens.npy', tokens)
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, 'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
+    command = [sys.executable, '-c', script, str(tmp_path), port]
+    runs = [
+        subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    for run in runs:
+        out, _ = run.communicate(timeout=300)
+        assert run.returncode == 0
+        (found,) = re.findall(r'loss (\S+)', out)
+        np.testing.assert_allclose(float(found), value, rtol=1e-5)
+    first = (tmp_path / 'model.safetensors').read_bytes()
+    assert (tmp_path / 'again' / 'model.safetensors').read_bytes() == first
