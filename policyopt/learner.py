@@ -119,6 +119,7 @@ def make_learner(
     optimizer: optax.GradientTransformation,
     *,
     temperature: float = 1.0,
+    allowed: Any = None,
     microbatches: int = 1,
     diagnose: Callable[[LossInputs], Metrics] = diagnostics.diagnose,
 ) -> Learner:
@@ -133,6 +134,7 @@ def make_learner(
       algorithm: its `loss`, `prepare`, `controllers` and `update` are used here.
       optimizer: for gradient rules.
       temperature: that of the sampler; log-probs are scored under the distribution drawn from.
+      allowed: [V] bool, the sampler's set of tokens (`sampling.allowed_mask`); None allows all.
       microbatches: parts of a minibatch; they must divide its rows, and change memory only.
       diagnose: LossInputs -> metrics beside those of the loss; controllers may read them.
 
@@ -142,6 +144,8 @@ def make_learner(
     """
     if not temperature > 0:
         raise ValueError(f'temperature is {temperature}; training needs one above 0')
+
+    score = functools.partial(scoring.score, model, temperature=temperature, allowed=allowed)
 
     def init(params: Any, key: Array) -> TrainState:
         return TrainState(
@@ -153,7 +157,7 @@ def make_learner(
         )
 
     def evaluate(params: Any, batch: TokenBatch, weights: Any, coefficients: Mapping[str, Array]):
-        scores = scoring.score(model, params, batch, temperature=temperature)
+        scores = score(params, batch)
         inputs = loss_inputs(batch, scores, coefficients)
         out = algorithm.loss.apply(inputs, weights)
         return out.loss, (out.metrics | diagnose(inputs), scores.logp_new)
@@ -191,7 +195,7 @@ def make_learner(
 
         def kl(params: Any, part: tuple[TokenBatch, Any], centred: bool = False) -> Array:
             batch = part[0]
-            logp = scoring.score(model, params, batch, temperature=temperature).logp_new
+            logp = score(params, batch).logp_new
             old = jax.lax.stop_gradient(logp) if centred else batch.logp_old
             return jnp.sum(masked.exp_excess(masked.select(batch.mask, logp - old))) / tokens
 

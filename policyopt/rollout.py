@@ -16,7 +16,7 @@ from policyopt.data import Item
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
 from policyopt.rewards import Judge
-from policyopt.sampling import SamplingConfig, pad_prompts, sample
+from policyopt.sampling import SamplingConfig, allowed_mask, pad_prompts, sample
 from policyopt.types import Algorithm, MissingInput, Rollout, TokenBatch
 
 
@@ -129,7 +129,13 @@ def make_collector(
     needed = required_fields(algorithm)
     rows = config.prompts * config.group_size
     score = jax.jit(
-        functools.partial(scoring.score, model, temperature=sampling.temperature, entropy=False)
+        functools.partial(
+            scoring.score,
+            model,
+            temperature=sampling.temperature,
+            allowed=allowed_mask(sampling, model.config.vocab_size),
+            entropy=False,
+        )
     )
     advantages = jax.jit(algorithm.advantages)
 

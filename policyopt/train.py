@@ -25,7 +25,7 @@ from policyopt import algorithms, data, evaluate, losses, metrics, models, rewar
 from policyopt import batches as batches_lib
 from policyopt import learner as learner_lib
 from policyopt import rollout as rollout_lib
-from policyopt.sampling import SamplingConfig
+from policyopt.sampling import SamplingConfig, allowed_mask
 from policyopt.types import Algorithm, Estimates, TokenBatch
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -208,7 +208,7 @@ def held_out(setup: Setup, params: Any) -> evaluate.Accuracy:
         setup.task.held_out,
         setup.judge,
         jax.random.key(c.seed),
-        dataclasses.replace(c.sampling, temperature=c.evaluation.temperature),
+        c.sampling.at_temperature(c.evaluation.temperature),
         prompt_width=c.task.prompt_width,
         batch=c.evaluation.batch,
     )
@@ -269,6 +269,7 @@ def reinforce(setup: Setup, params: Any, workdir: Path) -> Any:
         setup.algorithm,
         learner_lib.make_optimizer(c.optimizer),
         temperature=c.sampling.temperature,
+        allowed=allowed_mask(c.sampling, setup.model.config.vocab_size),
         microbatches=c.microbatches,
     )
     collect = rollout_lib.make_collector(

@@ -64,8 +64,11 @@ class Rollout:
       rewards: [B] float32, NaN where a row has none.
       group: [B] int32, id of the row's prompt; any ids in any order.
       logp_behavior: [B,T] float32, log-prob under the distribution really sampled from.
+      logp_full: [B,T] float32, log-prob at the sampler's temperature without its truncation; the
+        kept mass is exp(logp_full - logp_behavior).
       logp_ref: [B,T] float32, log-prob under the reference policy on the same support.
       truncated: [B] bool, the row hit its length limit.
+      finish: [B] int32, why the row ended; see `sampling.Finish`.
       positive: [B] bool, the row's answer is correct.
       values: [B,T] float32, critic's value of the state before `tokens[t]` is drawn.
       segment: [B,T] int32, turn or step id; any ids, unique within the row.
@@ -82,8 +85,10 @@ class Rollout:
     rewards: Array | None = None
     group: Array | None = None
     logp_behavior: Array | None = None
+    logp_full: Array | None = None
     logp_ref: Array | None = None
     truncated: Array | None = None
+    finish: Array | None = None
     positive: Array | None = None
     values: Array | None = None
     segment: Array | None = None

@@ -21,10 +21,18 @@ ITEMS = [
 
 
 @dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the sampler reads of a model's config."""
+
+    vocab_size: int = TOKENIZER.vocab_size
+
+
+@dataclasses.dataclass(frozen=True)
 class Uniform:
     """A model without parameters that gives every token the same probability."""
 
     tokenizer: data.CharTokenizer = TOKENIZER
+    config: Sizes = Sizes()
 
     def init_cache(self, batch, size):
         return jnp.zeros(batch, jnp.int32)

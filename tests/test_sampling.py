@@ -1,237 +1,486 @@
-"""Lock-step sampling: what is drawn, what is recorded of it, and that scoring agrees."""
+"""What every sampler promises: one suite over the lock-step sampler and the slot engine."""
 
-import dataclasses
-from types import SimpleNamespace
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+import scipy.special
 
 from policyopt import models, scoring
-from policyopt.models.transformer import Hidden
-from policyopt.sampling import SamplingConfig, decode, pad_prompts, sample
+from policyopt.sampling import (
+    EngineConfig,
+    Finish,
+    PerRow,
+    RowErrors,
+    SamplingConfig,
+    allowed_mask,
+    automaton,
+    pad_prompts,
+    sample,
+    sample_continuous,
+)
+from policyopt.sampling import decode as decode_lib
+from tests.bigram import Bigram, Config, chain, noise
 
-EOS = 1
-KEY = jax.random.key(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """A model whose logits depend on the last token only: row `token` of params [V,V]."""
-
-    calls: list = dataclasses.field(default_factory=list, compare=False)
-    tokenizer: object = dataclasses.field(default=None, compare=False)
-    name: str = ''
-
-    def init_cache(self, batch, size):
-        return jnp.zeros(batch, jnp.int32)
-
-    def extend(self, params, cache, tokens, count):
-        jax.debug.callback(lambda: self.calls.append(1))
-        return Hidden(params[tokens], None, {}), cache + count
-
-    def logits(self, params, hidden):
-        return hidden
+V, EOS = 12, 2
+MODEL = Bigram(Config(V, (EOS,)))
+ENDLESS = Bigram(Config(V))
+SAMPLERS = {
+    'decode': sample,
+    'engine': functools.partial(sample_continuous, engine=EngineConfig(slots=3, steps=4)),
+}
 
 
-def always(token, vocab=4):
-    """Logits that give `token` whatever came before."""
-    return jnp.zeros((vocab, vocab)).at[:, token].set(50.0)
+@pytest.fixture(params=SAMPLERS)
+def draw(request):
+    return SAMPLERS[request.param]
 
 
-def tiny_model(**changes):
-    fields = dict(
-        vocab_size=16, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_dim=24
-    )
-    config = models.ModelConfig(**fields | changes)
-    model = models.build(config)
-    return model, jax.jit(lambda key: jax.tree.map(lambda x: 3 * x, model.init(key)))(KEY)
+def key(seed=0):
+    return jax.random.key(seed)
 
 
-RAGGED = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [2], [12, 13]]
+def host(rollout):
+    return jax.device_get(rollout)
 
 
-def test_draws_have_the_exact_distribution():
-    logits = jnp.array([[0.3, -1.0, 2.0, 0.0], [5.0, -3.0, 0.0, 0.0]] * 2)
-    for temperature in (1.0, 2.5):
-        rows = 20_000
-        config = SamplingConfig(max_new_tokens=1, temperature=temperature)
-        drawn = sample(Chain(), logits, [[0]] * rows, jax.random.key(7), config)
-        counts = np.bincount(np.asarray(drawn.tokens[:, 1]), minlength=4)
-        p = np.exp(np.asarray(logits[0], np.float64) / temperature)
-        p /= p.sum()
-        assert stats.chisquare(counts, rows * p).pvalue > 1e-4
-        np.testing.assert_allclose(
-            drawn.logp_behavior[:, 1], np.log(p)[np.asarray(drawn.tokens[:, 1])], atol=1e-6
-        )
+def answers(rollout):
+    rows = zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)
+    return [np.asarray(t)[int(a) : int(b)].tolist() for t, a, b in rows]
 
 
-def test_temperature_is_in_the_log_prob():
-    """Logits [2,0], T=2, token 0: log-prob -.3133."""
-    model, logits = Chain(), jnp.array([[2.0, 0.0]] * 2)
-    drawn = sample(model, logits, [[0]] * 64, jax.random.key(0), SamplingConfig(1, temperature=2.0))
-    first = np.asarray(drawn.tokens[:, 1]) == 0
-    assert first.any() and not first.all()
-    np.testing.assert_allclose(drawn.logp_behavior[first, 1], -0.3133, atol=5e-5)
+PROMPTS = [[5], [3, 4, 7], [9, 9], [10, 3, 5, 6], [3]]
 
 
-def test_changing_the_temperature_compiles_nothing():
-    model, params = Chain(name='compile'), jnp.zeros((4, 4))
-    before = decode._decode._cache_size()
-    for temperature in (1.0, 0.5, 0.0):
-        sample(model, params, [[0]], jax.random.key(0), SamplingConfig(2, temperature=temperature))
-    assert decode._decode._cache_size() == before + 1
+def test_the_record_is_whole(draw):
+    table = noise(V)
+    config = SamplingConfig(max_new_tokens=9, temperature=0.8, top_k=7, top_p=0.9)
+    got = host(draw(MODEL, table, PROMPTS, key(), config, version=3))
+    at = np.arange(13)
+    inside = (at >= got.prompt_length[:, None]) & (at < got.length[:, None])
+    assert got.tokens.shape == (5, 13) and got.support.shape == (5, 13, 7)
+    for row, prompt in enumerate(PROMPTS):
+        assert got.tokens[row, : len(prompt)].tolist() == prompt
+        assert got.prompt_length[row] == len(prompt)
+    np.testing.assert_array_equal(got.mask, inside)
+    np.testing.assert_array_equal(got.version, np.where(inside, 3, -1))
+    np.testing.assert_array_equal(got.segment, inside)
+    assert np.all(got.tokens[at >= got.length[:, None]] == 0)
+    for x in (got.logp_behavior, got.logp_full):
+        assert np.all(x[~inside] == 0) and np.all(x[inside] < 0)
+    assert np.all(got.support[~inside] == -1)
+    # Every number again, from the table.
+    for row, t in np.argwhere(inside):
+        logits = table[got.tokens[row, t - 1]].astype(np.float64) / 0.8
+        full = logits - np.log(np.exp(logits).sum())
+        kept = [i for i in got.support[row, t] if i >= 0]
+        assert got.tokens[row, t] in kept and len(set(kept)) == len(kept) <= 7
+        mass = np.log(np.exp(full[kept]).sum())
+        token = got.tokens[row, t]
+        np.testing.assert_allclose(got.logp_full[row, t], full[token], atol=2e-6)
+        np.testing.assert_allclose(got.logp_behavior[row, t], full[token] - mass, atol=2e-6)
+    for row, answer in enumerate(answers(got)):
+        assert (EOS in answer) == (got.finish[row] == Finish.EOS)
+        assert EOS not in answer[:-1]
+        assert got.truncated[row] == (got.finish[row] == Finish.LENGTH) == (EOS not in answer)
+    assert set(got.finish) == {Finish.EOS, Finish.LENGTH}  # both happen here
 
 
-def test_greedy_takes_the_most_probable_token_with_log_prob_zero():
-    logits = jnp.array([[0.0, 3.0, 3.0, 1.0], [0.0, 0.0, 0.0, 9.0], [0.0] * 4, [5.0, 0, 0, 0]])
-    config = SamplingConfig(max_new_tokens=4, temperature=0.0)
-    drawn = sample(Chain(), logits, [[0], [3]], jax.random.key(0), config)
-    assert drawn.tokens.tolist() == [[0, 1, 3, 0, 1], [3, 0, 1, 3, 0]]
-    assert not np.any(drawn.logp_behavior)
+def test_eos_is_in_the_mask_even_where_it_is_the_pad_id(draw):
+    # Case: [5, 6, eos] with pad id == eos id: mask [1, 1, 1], from lengths and never from ids.
+    model = Bigram(Config(8, (0,)))
+    table = chain(8)
+    table[6] = 0
+    table[6, 0] = 80
+    got = host(draw(model, table, [[4]], key(), SamplingConfig(max_new_tokens=6)))
+    assert answers(got) == [[5, 6, 0]]
+    assert got.mask.tolist() == [[0, 1, 1, 1, 0, 0, 0]] and got.length.tolist() == [4]
 
 
-def test_mask_comes_from_lengths_with_pad_id_equal_to_eos_id():
-    """[5,6,eos] with pad id == eos id: mask [1,1,1]."""
-    chain = jnp.zeros((8, 8)).at[4, 5].set(50.0).at[5, 6].set(50.0).at[6, 0].set(50.0)
-    config = SamplingConfig(max_new_tokens=5, eos_id=0)
-    drawn = sample(Chain(), chain, [[4], [6]], jax.random.key(0), config)
-    assert drawn.tokens.tolist() == [[4, 5, 6, 0, 0, 0], [6, 0, 0, 0, 0, 0]]
-    assert drawn.mask.tolist() == [[0, 1, 1, 1, 0, 0], [0, 1, 0, 0, 0, 0]]
-    assert drawn.length.tolist() == [4, 2] and drawn.prompt_length.tolist() == [1, 1]
-    assert not np.any(drawn.truncated)
+def test_all_eos(draw):
+    # Case: the first token drawn is EOS: one trained token, length 1.
+    got = host(draw(MODEL, chain(V), [[1], [0, 1]], key(), SamplingConfig(max_new_tokens=4)))
+    assert answers(got) == [[EOS], [EOS]]
+    assert got.mask.sum(axis=1).tolist() == [1, 1] and not got.truncated.any()
 
 
-def test_first_token_may_be_end_of_sequence():
-    """All rows end at once: one trained token, length 1."""
-    config = SamplingConfig(max_new_tokens=3, eos_id=EOS)
-    drawn = sample(Chain(), always(EOS), [[2, 3], [2]], jax.random.key(0), config)
-    assert drawn.mask.sum(axis=1).tolist() == [1, 1]
-    assert (drawn.length - drawn.prompt_length).tolist() == [1, 1]
+def test_finish_reasons(draw):
+    config = SamplingConfig(max_new_tokens=4, stop_ids=(6,))
+    got = host(draw(MODEL, chain(V), [[11], [4], [6], [7]], key(), config))
+    assert answers(got) == [[0, 1, 2], [5, 6], [7, 8, 9, 10], [8, 9, 10, 11]]
+    assert got.finish.tolist() == [Finish.EOS, Finish.STOP, Finish.LENGTH, Finish.LENGTH]
+    assert got.truncated.tolist() == [False, False, True, True]
 
 
-def test_rows_at_the_limit_are_truncated():
-    config = SamplingConfig(max_new_tokens=3, eos_id=EOS)
-    drawn = sample(Chain(), always(2), [[3]], jax.random.key(0), config)
-    assert drawn.truncated.tolist() == [True] and drawn.tokens.tolist() == [[3, 2, 2, 2]]
-    # Without any end of sequence known, id 1 is a token like others.
-    drawn = sample(Chain(), always(EOS), [[3]], jax.random.key(0), SamplingConfig(3))
-    assert drawn.length.tolist() == [4] and drawn.truncated.tolist() == [True]
-    # The tokenizer's end of sequence is used where the config names none.
-    named = Chain(tokenizer=SimpleNamespace(eos_id=EOS), name='tokenizer')
-    drawn = sample(named, always(EOS), [[3]], jax.random.key(0), SamplingConfig(3))
-    assert drawn.length.tolist() == [2]
+def test_limits_and_stops_of_single_rows(draw):
+    per_row = PerRow(max_new_tokens=[1, 3, 5], stop_ids=[[-1], [-1], [6]])
+    config = SamplingConfig(max_new_tokens=5)
+    got = host(draw(ENDLESS, chain(V), [[3], [3], [3]], key(), config, per_row=per_row))
+    assert answers(got) == [[4], [4, 5, 6], [4, 5, 6]]
+    assert got.finish.tolist() == [Finish.LENGTH, Finish.LENGTH, Finish.STOP]
 
 
-@pytest.mark.parametrize(('token', 'passes'), [(2, 4), (EOS, 1)])
-def test_no_forward_pass_without_a_reader(token, passes):
-    model = Chain(name=f'count {token}')
-    config = SamplingConfig(max_new_tokens=4, eos_id=EOS)
-    jax.block_until_ready(sample(model, always(token), [[3, 3]], jax.random.key(0), config))
-    jax.effects_barrier()
-    assert len(model.calls) == passes
+def test_forced_eos_at_the_limit(draw):
+    config = SamplingConfig(max_new_tokens=3, force_eos=True)
+    got = host(draw(MODEL, chain(V), [[4], [0]], key(), config))
+    assert answers(got) == [[5, 6, EOS], [1, EOS]]
+    assert got.finish.tolist() == [Finish.LENGTH, Finish.EOS]
+    assert got.truncated.tolist() == [True, False]
+    assert got.logp_behavior[0, 3] == 0 and got.support[0, 3, :2].tolist() == [EOS, -1]
 
 
-def test_version_is_recorded_on_drawn_tokens():
-    config = SamplingConfig(max_new_tokens=2, eos_id=EOS)
-    drawn = sample(Chain(), always(EOS), [[3, 3], [3]], jax.random.key(0), config, version=7)
-    assert drawn.version.tolist() == [[-1, -1, 7, -1], [-1, 7, -1, -1]]
+def test_eos_id_can_be_chosen_or_switched_off(draw):
+    for eos_id, expected in ((-1, [1, 2, 3, 4]), (3, [1, 2, 3]), (None, [1, 2])):
+        config = SamplingConfig(max_new_tokens=4, eos_id=eos_id)
+        assert answers(draw(MODEL, chain(V), [[0]], key(), config)) == [expected]
 
 
-SCORE = jax.jit(scoring.score, static_argnums=0)
+def test_greedy_records_the_argmax_and_logp_0(draw):
+    table = noise(V)
+    config = SamplingConfig(max_new_tokens=5, temperature=0.0)
+    got = host(draw(ENDLESS, table, PROMPTS, key(), config))
+    drawn = got.mask > 0
+    assert np.all(got.logp_behavior == 0) and got.support.shape[2] == 1
+    np.testing.assert_array_equal(got.support[drawn][:, 0], got.tokens[drawn])
+    before = np.roll(got.tokens, 1, axis=1)[drawn]
+    np.testing.assert_array_equal(got.tokens[drawn], table[before].argmax(axis=1))
 
 
-def largest_logit(model, params, tokens):
-    logits = jax.jit(lambda p, t: model.apply(p, t).logits)(params, tokens)
-    return max(1.0, float(jnp.max(jnp.abs(logits))))
+def test_seeds(draw):
+    # Case: two calls with different keys see different noise, the same key the same.
+    config = SamplingConfig(max_new_tokens=8)
+    table = noise(V)
+    first, second, again = (draw(ENDLESS, table, PROMPTS, key(k), config) for k in (0, 1, 0))
+    assert answers(first) != answers(second)
+    assert answers(first) == answers(again)
 
 
-@pytest.mark.parametrize('moe', [False, True])
-def test_first_ratio_is_one(moe):
-    """Scoring a rollout with its own weights: log-ratio median 2e-6 and maximum 2e-5 at most.
-
-    Both scaled by the largest logit over the temperature, where that is above 1.
-    """
-    changes = {}
-    if moe:
-        changes = dict(moe=models.moe.MoEConfig(experts=4, top_k=2), expert_dim=8)
-    model, params = tiny_model(**changes)
-    config = SamplingConfig(max_new_tokens=8, temperature=0.7, eos_id=EOS)
-    for width in (6,) if moe else (6, 13):  # rows padded by 0 and by 7
-        gaps, lengths = [], set()
-        for seed in range(6):
-            prompts = pad_prompts(RAGGED, width)
-            drawn = sample(model, params, prompts, jax.random.key(seed), config)
-            assert (drawn.routing is not None) == moe
-            scores = SCORE(model, params, drawn, temperature=0.7)
-            gap = np.abs(np.asarray(scores.logp_new - drawn.logp_behavior))
-            gaps.extend(gap[np.asarray(drawn.mask) > 0])
-            length = np.asarray(drawn.length)
-            lengths |= set(length - np.asarray(drawn.prompt_length))
-            if moe:  # experts of every token that was fed, -1 on the last and on padding
-                fed = np.arange(drawn.tokens.shape[1]) < length[:, None] - 1
-                assert np.all((np.asarray(drawn.routing) >= 0).all(axis=(2, 3)) == fed)
-        assert len(lengths) > 2  # rows end at their own time
-        scale = largest_logit(model, params, drawn.tokens) / 0.7
-        assert np.median(gaps) <= 2e-6 * scale and max(gaps) <= 2e-5 * scale
+def test_greedy_by_accident(draw):
+    # Case: top_k unset is the full distribution.
+    config = SamplingConfig(max_new_tokens=400)
+    got = host(draw(ENDLESS, np.zeros((V, V), np.float32), [[1]] * 3, key(), config))
+    assert got.support is None
+    counts = np.bincount(got.tokens[got.mask > 0], minlength=V)
+    assert np.all(counts > 50)
+    np.testing.assert_allclose(got.logp_behavior[got.mask > 0], -np.log(V), atol=1e-6)
 
 
-def test_rows_alone_and_batched_agree():
-    model, params = tiny_model()
-    config = SamplingConfig(max_new_tokens=8, temperature=0.7, eos_id=EOS)
-    keys = jax.random.split(jax.random.key(5), len(RAGGED))
-    tokens, length = pad_prompts(RAGGED)
-    together = sample(model, params, (tokens, length), keys, config)
-    for row in range(len(RAGGED)):
-        one = slice(row, row + 1)
-        alone = sample(model, params, (tokens[one], length[one]), keys[one], config)
+@pytest.mark.parametrize(
+    'kwargs', [dict(temperature=0.1), dict(top_k=2), dict(top_p=0.4), dict(min_p=0.5)]
+)
+def test_every_knob_acts_alone(draw, kwargs):
+    # Case: ignored knob.
+    table = noise(V)
+    plain = draw(ENDLESS, table, PROMPTS, key(), SamplingConfig(max_new_tokens=8))
+    other = draw(ENDLESS, table, PROMPTS, key(), SamplingConfig(max_new_tokens=8, **kwargs))
+    assert answers(plain) != answers(other)
+
+
+def test_allowed_and_banned_tokens(draw):
+    config = SamplingConfig(max_new_tokens=60, allowed_ids=(3, 4, 5, 9), banned_ids=(5,))
+    table = noise(V)
+    got = host(draw(MODEL, table, PROMPTS, key(), config))
+    assert set(got.tokens[got.mask > 0]) == {3, 4, 9} and got.support is None
+    allowed = allowed_mask(config, V)
+    assert np.flatnonzero(allowed).tolist() == [3, 4, 9]
+    row = np.flatnonzero(got.mask[0])[3]
+    logits = np.where(allowed, table[got.tokens[0, row - 1]], -np.inf)
+    expected = logits[got.tokens[0, row]] - np.log(np.exp(logits).sum())
+    np.testing.assert_allclose(got.logp_behavior[0, row], expected, atol=2e-6)
+
+
+def test_tokens_of_single_rows_force_a_support(draw):
+    allowed = np.zeros((3, V), bool)
+    allowed[0, [3, 4]] = allowed[1, [5]] = allowed[2, [6, 7, 8]] = True
+    config = SamplingConfig(max_new_tokens=30)
+    got = host(draw(ENDLESS, noise(V), [[3]] * 3, key(), config, per_row=PerRow(allowed=allowed)))
+    for row in range(3):
+        assert set(answers(got)[row]) == set(np.flatnonzero(allowed[row]))
+        kept = got.support[row, 5]
+        assert set(kept[kept >= 0]) == set(np.flatnonzero(allowed[row]))
+
+
+def test_a_constraint_sees_what_was_drawn(draw):
+    # A digit (3 to 9), then 10, then a digit, ...; after the second 10 only EOS.
+    table = np.full((4, V), -1)
+    table[0, 3:10], table[1, 10], table[2, 3:10] = 1, 2, 3
+    table[3, 10] = 0
+    constraint = automaton(table)
+    config = SamplingConfig(max_new_tokens=10, top_p=0.95)
+    got = host(draw(ENDLESS, noise(V), PROMPTS, key(), config, constraint=constraint))
+    for answer in answers(got):
+        assert all(3 <= t <= 9 for t in answer[::2]) and set(answer[1::2]) == {10}
+    assert got.support.max() < V
+
+
+def test_a_dead_end_of_a_constraint_ends_its_own_row(draw):
+    table = np.full((2, V), -1)
+    table[0, 4:] = 0
+    table[0, 7] = 1  # after token 7 nothing may follow
+    config = SamplingConfig(max_new_tokens=6)
+    with pytest.raises(RowErrors, match='row 0: no token may be drawn') as error:
+        draw(ENDLESS, chain(V), [[5], [7]], key(), config, constraint=automaton(table))
+    assert set(error.value.errors) == {0}
+    got = host(error.value.rollout)
+    assert answers(got) == [[6, 7], [8, 9, 10, 11] + answers(got)[1][4:]]
+    assert got.finish[0] == Finish.ERROR and got.finish[1] == Finish.LENGTH
+
+
+@pytest.mark.slow
+def test_rows_do_not_know_each_other(draw):
+    config = SamplingConfig(max_new_tokens=8, top_p=0.9)
+    table, keys = noise(V), jax.random.split(key(4), 5)
+    together = host(draw(MODEL, table, PROMPTS, keys, config))
+    for row, prompt in enumerate(PROMPTS):
+        alone = host(draw(MODEL, table, [prompt], keys[row : row + 1], config))
         n = int(alone.length[0])
-        assert n == together.length[row]
         assert alone.tokens[0, :n].tolist() == together.tokens[row, :n].tolist()
-        np.testing.assert_allclose(
-            alone.logp_behavior[0, :n], together.logp_behavior[row, :n], atol=2e-5
+        assert n == together.length[row]
+        np.testing.assert_array_equal(alone.logp_behavior[0, :n], together.logp_behavior[row, :n])
+
+
+def test_values_of_single_rows_compile_nothing():
+    table = noise(V)
+    config = SamplingConfig(max_new_tokens=3, top_p=0.9)
+    sizes = []
+    for top_p, heat in ((0.9, 1.0), (0.4, 0.3), (1.0, 0.0)):
+        per_row = PerRow(top_p=[top_p, 0.7], temperature=[heat, 2.0])
+        sample(ENDLESS, table, [[3], [4]], key(), config, per_row=per_row)
+        sample(ENDLESS, table, [[3], [4]], key(), SamplingConfig(max_new_tokens=3, top_p=top_p / 2))
+        sizes.append(decode_lib._decode._cache_size())
+    assert len(set(sizes)) == 1
+
+
+def test_no_forward_pass_is_run_whose_logits_nobody_reads():
+    passes = []
+
+    class Counted(Bigram):
+        def extend(self, params, cache, tokens, count, **kwargs):
+            jax.debug.callback(lambda n: passes.append(n), tokens.shape[1])
+            return super().extend(params, cache, tokens, count, **kwargs)
+
+    for limit, expected in ((1, 0), (4, 3)):
+        passes.clear()
+        got = sample(
+            Counted(Config(V)), chain(V), [[3, 4]], key(), SamplingConfig(max_new_tokens=limit)
         )
+        jax.block_until_ready(got)
+        jax.effects_barrier()
+        assert [int(n) for n in passes] == [2] + [1] * expected
 
 
-def test_same_key_same_bits_and_rows_follow_their_keys():
-    model, params = tiny_model()
-    config = SamplingConfig(max_new_tokens=8, eos_id=EOS)
-    prompts = pad_prompts(RAGGED)
-    first = sample(model, params, prompts, jax.random.key(2), config)
-    again = sample(model, params, prompts, jax.random.key(2), config)
-    other = sample(model, params, prompts, jax.random.key(3), config)
-    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), first, again))
-    assert not np.array_equal(first.tokens, other.tokens)
-    order = np.array([2, 0, 3, 1])
-    keys = decode.row_keys(jax.random.key(2), 4)[order]
-    moved = sample(model, params, (prompts[0][order], prompts[1][order]), keys, config)
-    assert np.array_equal(moved.tokens, first.tokens[order])
-    assert np.array_equal(moved.logp_behavior, first.logp_behavior[order])
+# Errors by row.
 
 
-def test_uniform_at_the_edges_draws_a_possible_token():
-    logp = jnp.log(jnp.array([[0.0, 0.5, 0.0, 0.5, 0.0]]))
-    inverse_cdf = decode.logits_lib.inverse_cdf
-    below_one = np.nextafter(np.float32(1), np.float32(0))
-    for uniform, token in [(0.0, 1), (0.4999, 1), (0.5, 3), (below_one, 3)]:
-        assert inverse_cdf(logp, jnp.array([uniform], jnp.float32)).tolist() == [token]
+def test_nan_logits_name_their_row(draw):
+    table = chain(V)
+    table[7, 3] = np.nan
+    config = SamplingConfig(max_new_tokens=4)
+    with pytest.raises(RowErrors, match='row 1: the logits are not finite') as error:
+        draw(ENDLESS, table, [[3], [5], [8]], key(), config)
+    got = host(error.value.rollout)
+    assert answers(got) == [[4, 5, 6, 7], [6, 7], [9, 10, 11, 0]]
+    assert got.finish.tolist() == [Finish.LENGTH, Finish.ERROR, Finish.LENGTH]
+    assert np.isfinite(got.logp_behavior).all()
+    recorded = host(draw(ENDLESS, table, [[3], [5], [8]], key(), config, on_error='record'))
+    assert answers(recorded) == answers(got)
 
 
-def test_errors_name_row_and_field():
-    model, config = Chain(), SamplingConfig(2)
-    with pytest.raises(ValueError, match='prompt 1 has 0 tokens'):
-        sample(model, always(2), [[1], []], jax.random.key(0), config)
-    with pytest.raises(ValueError, match='prompt 0 has 3 tokens; legal is 1 to 2'):
-        pad_prompts([[1, 2, 3], [1]], width=2)
-    with pytest.raises(TypeError, match=r'jax.random.key\(seed\)'):
-        sample(model, always(2), [[1]], jax.random.PRNGKey(0), config)
-    with pytest.raises(ValueError, match='temperature is -1'):
-        SamplingConfig(2, temperature=-1.0)
-    with pytest.raises(ValueError, match='temperature is nan'):
-        SamplingConfig(2, temperature=float('nan'))
-    with pytest.raises(ValueError, match='max_new_tokens is 0'):
-        SamplingConfig(0)
-    with pytest.raises(AssertionError):
-        sample(model, always(2), [[1], [1]], jax.random.split(jax.random.key(0), 3), config)
+def test_all_tokens_banned(draw):
+    allowed = np.ones((3, V), bool)
+    allowed[1] = False
+    with pytest.raises(RowErrors, match='row 1: no token may be drawn') as error:
+        draw(
+            ENDLESS,
+            chain(V),
+            [[3], [4], [5]],
+            key(),
+            SamplingConfig(max_new_tokens=2),
+            per_row=PerRow(allowed=allowed),
+        )
+    assert answers(error.value.rollout) == [[4, 5], [], [6, 7]]
+    with pytest.raises(ValueError, match='leave no token'):
+        draw(ENDLESS, chain(V), [[3]], key(), SamplingConfig(2, allowed_ids=(3,), banned_ids=(3,)))
+
+
+def test_empty_and_unknown_prompts_name_their_row(draw):
+    config = SamplingConfig(max_new_tokens=2)
+    with pytest.raises(RowErrors) as error:
+        draw(ENDLESS, chain(V), [[3], [], [4, V]], key(), config)
+    assert set(error.value.errors) == {1, 2}
+    assert 'row 1: prompt has 0 tokens' in str(error.value)
+    assert f'row 2: prompt has token {V}; legal is 0 to {V - 1}' in str(error.value)
+    assert answers(error.value.rollout) == [[4, 5], [], []]
+    with pytest.raises(ValueError, match='row 1: prompt has 3 tokens; legal is 1 to 2'):
+        pad_prompts([[1], [1, 2, 3]], width=2)
+
+
+def test_unknown_stop_token(draw):
+    with pytest.raises(ValueError, match=f'stop_ids has {V}, which is no token; legal is 0 to 11'):
+        draw(ENDLESS, chain(V), [[3]], key(), SamplingConfig(max_new_tokens=2, stop_ids=(V,)))
+    per_row = PerRow(stop_ids=[[3], [99]])
+    with pytest.raises(ValueError, match='row 1: stop_ids has 99'):
+        draw(ENDLESS, chain(V), [[3]] * 2, key(), SamplingConfig(2), per_row=per_row)
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'message'),
+    [
+        (dict(max_new_tokens=0), 'max_new_tokens is 0'),
+        (dict(temperature=-1.0), 'temperature is -1.0'),
+        (dict(top_p=0.0), 'top_p is 0.0'),
+        (dict(top_k=0), 'top_k is 0'),
+        (dict(min_p=1.5), 'min_p is 1.5'),
+        (dict(top_k=8, support_size=4), 'top_k is 8; legal is up to support_size, 4'),
+        (dict(temperature=0.0, top_p=0.9), 'top_p is 0.9 and has no effect'),
+    ],
+)
+def test_settings_that_cannot_act_are_errors(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**(dict(max_new_tokens=4) | kwargs))
+
+
+@pytest.mark.parametrize(
+    ('config', 'per_row', 'message'),
+    [
+        (SamplingConfig(2, top_k=99), None, 'top_k is 99; legal is up to the 12'),
+        (SamplingConfig(2, force_eos=True), None, 'force_eos is on, but there is no end'),
+        (SamplingConfig(2, force_eos=True, eos_id=3, banned_ids=(3,)), None, 'may not be drawn'),
+        (SamplingConfig(2), PerRow(temperature=[1.0, -2.0]), 'row 1: temperature is -2.0'),
+        (SamplingConfig(2), PerRow(top_p=[0.5]), r'top_p has shape \(1,\); legal is \(2,\)'),
+        (SamplingConfig(2), PerRow(max_new_tokens=[1, 3]), 'row 1: max_new_tokens is 3'),
+        (SamplingConfig(2, top_k=4), PerRow(top_k=[4, 5]), 'row 1: top_k is 5; legal is 0 to 4'),
+    ],
+)
+def test_settings_are_checked_before_anything_runs(draw, config, per_row, message):
+    with pytest.raises(ValueError, match=message):
+        draw(ENDLESS, chain(V), [[3], [4]], key(), config, per_row=per_row)
+
+
+def test_raw_keys_are_errors(draw):
+    with pytest.raises(TypeError, match='jax.random.key'):
+        draw(ENDLESS, chain(V), [[3]], jax.random.PRNGKey(0), SamplingConfig(2))
+
+
+def test_at_temperature_drops_what_has_no_effect():
+    config = SamplingConfig(3, temperature=0.7, top_p=0.9, top_k=5, stop_ids=(3,))
+    assert config.at_temperature(0.0) == SamplingConfig(3, temperature=0.0, stop_ids=(3,))
+    assert config.at_temperature(1.0).top_p == 0.9
+
+
+# The first ratio is one.
+
+
+@functools.cache
+def scorer(model, replay_support):
+    return jax.jit(
+        lambda params, rollout, temperature, allowed: scoring.score(
+            model,
+            params,
+            rollout,
+            temperature=temperature,
+            allowed=allowed,
+            replay_support=replay_support,
+        )
+    )
+
+
+def first_ratio(model, params, rollout, temperature=0.7, allowed=None, replay_support=True):
+    """|logp_new - logp_behavior| on the policy's tokens, and the scores."""
+    run = scorer(model, replay_support)
+    scores = jax.device_get(run(params, rollout, jnp.float32(temperature), allowed))
+    chosen = np.asarray(rollout.mask) > 0
+    return np.abs(scores.logp_new - np.asarray(rollout.logp_behavior))[chosen], scores
+
+
+FIRST_RATIO = SamplingConfig(max_new_tokens=14, temperature=0.7, top_k=20, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'llama_tied',
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ('mixtral', 'qwen2', 'qwen3', 'qwen3_moe')
+        ),
+    ],
+)
+def test_first_ratio_is_one(name):
+    model, params = models.load(f'tests/data/hf/{name}')
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 160, n).tolist() for n in (3, 11, 6, 1, 6, 8)]
+    engine = EngineConfig(slots=3, steps=5)
+    rollouts = {
+        'decode': sample(model, params, prompts, key(1), FIRST_RATIO),
+        'engine': sample_continuous(model, params, prompts, key(1), FIRST_RATIO, engine=engine),
+    }
+    np.testing.assert_array_equal(*(r.tokens for r in rollouts.values()))
+    logits = jax.jit(lambda p, t: model.apply(p, t).logits / 0.7)(params, rollouts['decode'].tokens)
+    logits = np.asarray(logits, np.float64)
+    scale = max(1.0, np.abs(logits).max())  # the bound scales with max |logit| / temperature
+    for which, rollout in rollouts.items():
+        assert rollout.support.shape[2] == 20
+        assert (rollout.routing is not None) == (model.config.moe is not None)
+        if rollout.routing is not None:
+            last = np.arange(rollout.tokens.shape[1]) == np.asarray(rollout.length)[:, None] - 1
+            fed = np.arange(rollout.tokens.shape[1]) < np.asarray(rollout.length)[:, None] - 1
+            assert np.all(np.asarray(rollout.routing)[last] == -1)
+            assert np.all(np.asarray(rollout.routing)[fed] >= 0)
+        gap, _ = first_ratio(model, params, rollout)
+        print(
+            f'{name} {which}: median {np.median(gap):.1e}, max {gap.max():.1e}, scale {scale:.1f}'
+        )
+        assert np.median(gap) <= 2e-6 * scale and gap.max() <= 2e-5 * scale
+    # Without the support the ratio is the kept mass.
+    rollout = jax.device_get(rollouts['decode'])
+    _, full = first_ratio(model, params, rollout, replay_support=False)
+    chosen = rollout.mask > 0
+    np.testing.assert_allclose(full.logp_new, rollout.logp_full, atol=2e-5 * scale)
+    mass = np.exp(full.logp_new - rollout.logp_behavior)
+    for row, t in np.argwhere(chosen):
+        p = scipy.special.softmax(logits[row, t - 1])
+        kept = rollout.support[row, t]
+        np.testing.assert_allclose(mass[row, t], p[kept[kept >= 0]].sum(), rtol=1e-4)
+    assert mass[chosen].min() < 0.9  # truncation was at work
+
+
+@functools.cache
+def tiny():
+    config = models.ModelConfig(
+        vocab_size=24, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_dim=16
+    )
+    model = models.build(config)
+    return model, jax.jit(model.init)(key(7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kwargs', [{}, dict(top_p=0.8), dict(allowed_ids=tuple(range(3, 15)))])
+def test_first_ratio_of_padded_and_single_rows(draw, kwargs):
+    # Case: same weights, rows padded by 0 or 7, alone or batched: log-ratio 0.
+    model, params = tiny()
+    config = SamplingConfig(max_new_tokens=10, temperature=0.7, **kwargs)
+    prompts = [[5, 6, 7], [3], [9, 8, 7, 6, 5, 4, 3]]
+    allowed = allowed_mask(config, 24)
+    for rows in (prompts, prompts[:1]):
+        rollout = draw(model, params, rows, key(2), config)
+        for pad in (0, 7):
+            wide = jax.tree.map(
+                lambda x, pad=pad: (
+                    jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)) if x.ndim > 1 else x
+                ),
+                rollout,
+            )
+            gap, _ = first_ratio(model, params, wide, allowed=allowed)
+            assert np.median(gap) <= 2e-6 and gap.max() <= 2e-5
+
+
+def test_temperature_of_sampler_and_scorer():
+    # Case: logits [2, 0], T = 2, token 0: -.3133 in both (see test_sampling_logits for the number).
+    model, params = tiny()
+    config = SamplingConfig(max_new_tokens=10, temperature=2.0)
+    rollout = sample(model, params, [[5, 6]], key(), config)
+    assert first_ratio(model, params, rollout, temperature=2.0)[0].max() <= 2e-5
+    assert first_ratio(model, params, rollout, temperature=1.0)[0].max() > 1e-2

@@ -1,5 +1,37 @@
 """Sampling: rows of tokens with an exact record of how they were drawn."""
 
-from policyopt.sampling.decode import SamplingConfig, pad_prompts, sample
+from policyopt.sampling.config import (
+    EngineConfig,
+    Finish,
+    PerRow,
+    RowErrors,
+    SamplingConfig,
+    allowed_mask,
+    pad_prompts,
+    row_keys,
+)
+from policyopt.sampling.continuous import sample_continuous, to_rollout
+from policyopt.sampling.decode import sample
+from policyopt.sampling.engine import Engine
+from policyopt.sampling.environments import Calculator, Environment, Reply
+from policyopt.sampling.rules import Constraint, automaton
 
-__all__ = ['SamplingConfig', 'pad_prompts', 'sample']
+__all__ = [
+    'Calculator',
+    'Constraint',
+    'Engine',
+    'EngineConfig',
+    'Environment',
+    'Finish',
+    'PerRow',
+    'Reply',
+    'RowErrors',
+    'SamplingConfig',
+    'allowed_mask',
+    'automaton',
+    'pad_prompts',
+    'row_keys',
+    'sample',
+    'sample_continuous',
+    'to_rollout',
+]

@@ -1,0 +1,276 @@
+"""The jitted steps of the slot engine: prefill, admit, decode n tokens, feed observations.
+
+Each is a pure function of parameters, cache and small per-slot arrays; parameters are an argument,
+so new weights take effect with the next call and nothing is compiled. Compiled once for each prompt
+bucket (prefill, admit) or attention bucket (decode, feed).
+
+Shapes: N slots, S cache size, R prompts of a prefill of width P, M rows admitted at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from policyopt.sampling.config import Finish
+from policyopt.sampling.rules import Next, Rules, Static, next_token
+from policyopt.types import Array, struct
+
+
+@struct
+class Live:
+    """Slots between two calls; kept on the host as numpy arrays.
+
+    Attributes:
+      active: [N] bool, slots that decode.
+      fed: [N] int32, the token drawn last, not yet in the cache.
+      drawn: [N] int32, tokens drawn so far.
+      keys: [N,...] uint32, key data of each row.
+    """
+
+    active: Array
+    fed: Array
+    drawn: Array
+    keys: Array
+
+
+@struct
+class Prefix:
+    """Prompts in a cache of their own, to be copied into slots.
+
+    Attributes:
+      k, v: [L,R,P,KV,hd].
+      length: [R] int32.
+      logits: [R,V] float32, of the first token to draw.
+      routing: [R,P,L_moe,k], None for dense models.
+    """
+
+    k: Array
+    v: Array
+    length: Array
+    logits: Array
+    routing: Array | None
+
+
+class Records(NamedTuple):
+    """What n decode steps did; entries past `steps` are empty.
+
+    Attributes:
+      steps: scalar int32, steps really taken.
+      fed: [n,N] bool, a token of this slot went through the model.
+      drew: [n,N] bool, a token was drawn.
+      token, logp, logp_full: [n,N].
+      support: [n,N,K], None where not truncated.
+      routing: [n,N,L_moe,k] of the token fed, None for dense models.
+      finish, fault: [N] int32, how each active slot stands at the end.
+    """
+
+    steps: Array
+    fed: Array
+    drew: Array
+    token: Array
+    logp: Array
+    logp_full: Array
+    support: Array | None
+    routing: Array | None
+    finish: Array
+    fault: Array
+
+
+@functools.partial(jax.jit, static_argnames=('model',))
+def prefill(model: Any, params: Any, tokens: Array, count: Array, routing: Array | None) -> Prefix:
+    """tokens [R,P] with count [R] real ones, and routing [R,P,L_moe,k] to replay or None."""
+    rows, width = tokens.shape
+    cache = model.init_cache(rows, width)
+    hidden, cache = model.extend(params, cache, tokens, count, routing=routing)
+    last = hidden.hidden[jnp.arange(rows), jnp.maximum(count - 1, 0)]
+    return Prefix(
+        k=cache.k,
+        v=cache.v,
+        length=cache.length,
+        logits=model.logits(params, last),
+        routing=hidden.routing,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=('static', 'impl'), donate_argnames=('cache',))
+def admit(
+    cache: Any,
+    constraint: Any,
+    prefix: Prefix,
+    source: Array,
+    slots: Array,
+    fresh: Any,
+    live: Live,
+    rules: Rules,
+    *,
+    static: Static,
+    impl: Any,
+) -> tuple[Any, Any, Next]:
+    """Copy prompts into slots and draw the first token of each.
+
+    Args:
+      cache: of the engine; donated.
+      constraint: state [N] of the constraint, or None.
+      prefix: prompts that `prefill` ran.
+      source: [M] int32, row of the prefix.
+      slots: [M] int32, where it goes; N for the rows that only fill up the shape.
+      fresh: state [M] of the constraint for the new rows, or None.
+      live, rules: of the new rows, [M].
+    """
+    width = prefix.k.shape[2]
+
+    def put(into: Array, new: Array) -> Array:
+        return into.at[:, slots, :width].set(new[:, source], mode='drop')
+
+    cache = dataclasses.replace(
+        cache,
+        k=put(cache.k, prefix.k),
+        v=put(cache.v, prefix.v),
+        length=cache.length.at[slots].set(prefix.length[source], mode='drop'),
+    )
+    keys = jax.random.wrap_key_data(live.keys, impl=impl)
+    new = next_token(static, rules, keys, live.drawn, fresh, prefix.logits[source])
+    if static.constraint is not None:
+        moved = _advance(static, fresh, new, new.finish != Finish.ERROR)
+        constraint = jax.tree.map(
+            lambda old, x: old.at[slots].set(x, mode='drop'), constraint, moved
+        )
+    return cache, constraint, new
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=('model', 'static', 'impl', 'steps', 'bucket'),
+    donate_argnames=('cache',),
+)
+def decode(
+    model: Any,
+    params: Any,
+    cache: Any,
+    constraint: Any,
+    live: Live,
+    rules: Rules,
+    patience: Array,
+    *,
+    static: Static,
+    impl: Any,
+    steps: int,
+    bucket: int,
+) -> tuple[Any, Any, Records]:
+    """Up to `steps` tokens for every active slot.
+
+    Ends early when no slot is active, or when `patience` slots have ended: then a waiting prompt
+    can have their place. Arguments as `admit`; `bucket` as in `model.extend`.
+    """
+    slots = live.active.shape[0]
+    keys = jax.random.wrap_key_data(live.keys, impl=impl)
+    shapes = jax.eval_shape(
+        lambda p, c, t: model.extend(p, c, t, jnp.zeros_like(c.length), bucket=bucket)[0].routing,
+        params,
+        cache,
+        jnp.zeros((slots, 1), jnp.int32),
+    )
+
+    def empty(*shape: int, dtype: Any = jnp.float32, fill: int = 0) -> Array:
+        return jnp.full((steps, slots, *shape), fill, dtype)
+
+    records = Records(
+        steps=jnp.zeros((), jnp.int32),
+        fed=empty(dtype=bool),
+        drew=empty(dtype=bool),
+        token=empty(dtype=jnp.int32),
+        logp=empty(),
+        logp_full=empty(),
+        support=None if static.size is None else empty(static.size, dtype=jnp.int32, fill=-1),
+        routing=None if shapes is None else empty(*shapes.shape[2:], dtype=shapes.dtype, fill=-1),
+        finish=jnp.where(live.active, Finish.RUNNING, -1).astype(jnp.int32),
+        fault=jnp.zeros(slots, jnp.int32),
+    )
+
+    def going(carry: Any) -> Array:
+        _, _, live, records = carry
+        ended = jnp.sum(records.finish > Finish.RUNNING)
+        return (records.steps < steps) & jnp.any(live.active) & (ended < patience)
+
+    def body(carry: Any) -> Any:
+        cache, constraint, live, records = carry
+        active, at = live.active, records.steps
+        hidden, cache = model.extend(
+            params, cache, live.fed[:, None], active.astype(jnp.int32), bucket=bucket
+        )
+        logits = model.logits(params, hidden.hidden[:, 0])
+        new = next_token(static, rules, keys, live.drawn, constraint, logits)
+        drew = active & (new.finish != Finish.ERROR)
+        constraint = _advance(static, constraint, new, drew)
+        written = dict(fed=active, drew=drew, token=new.draw.token, logp=new.draw.logp) | dict(
+            logp_full=new.draw.logp_full
+        )
+        if records.support is not None:
+            written['support'] = new.draw.support
+        if records.routing is not None:
+            written['routing'] = hidden.routing[:, 0]
+        records = records._replace(
+            steps=at + 1,
+            finish=jnp.where(active, new.finish, records.finish),
+            fault=jnp.where(active, new.draw.fault, records.fault),
+            **{name: getattr(records, name).at[at].set(x) for name, x in written.items()},
+        )
+        live = Live(
+            active=active & (new.finish == Finish.RUNNING),
+            fed=jnp.where(drew, new.draw.token, live.fed),
+            drawn=live.drawn + drew,
+            keys=live.keys,
+        )
+        return cache, constraint, live, records
+
+    carry = (cache, constraint, jax.tree.map(jnp.asarray, live), records)
+    cache, constraint, _, records = jax.lax.while_loop(going, body, carry)
+    return cache, constraint, records
+
+
+@functools.partial(
+    jax.jit, static_argnames=('model', 'static', 'impl', 'bucket'), donate_argnames=('cache',)
+)
+def feed(
+    model: Any,
+    params: Any,
+    cache: Any,
+    constraint: Any,
+    tokens: Array,
+    count: Array,
+    draws: Array,
+    live: Live,
+    rules: Rules,
+    *,
+    static: Static,
+    impl: Any,
+    bucket: int,
+) -> tuple[Any, Any, Next, Array | None]:
+    """Append count [N] of tokens [N,C] to the slots, and draw a token where `draws` [N].
+
+    Returns cache, constraint, the draw, and the routing [N,C,L_moe,k] of what was fed.
+    """
+    hidden, cache = model.extend(params, cache, tokens, count, bucket=bucket)
+    rows = jnp.arange(count.shape[0])
+    last = hidden.hidden[rows, jnp.maximum(count - 1, 0)]
+    keys = jax.random.wrap_key_data(live.keys, impl=impl)
+    new = next_token(static, rules, keys, live.drawn, constraint, model.logits(params, last))
+    constraint = _advance(static, constraint, new, draws & (new.finish != Finish.ERROR))
+    return cache, constraint, new, hidden.routing
+
+
+def _advance(static: Static, state: Any, new: Next, drew: Array) -> Any:
+    """State of the constraint after a draw, as it was in rows that drew nothing."""
+    if static.constraint is None:
+        return state
+    moved = static.constraint.advance(state, new.draw.token)
+
+    def pick(old: Array, x: Array) -> Array:
+        return jnp.where(drew.reshape(-1, *(1,) * (x.ndim - 1)), x, old)
+
+    return jax.tree.map(pick, state, moved)

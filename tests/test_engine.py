@@ -1,0 +1,399 @@
+"""The slot engine: refills, shared prefixes, swaps in flight, abort and resume, environments."""
+
+import functools
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from policyopt import models, scoring
+from policyopt.data.tokenizer import arithmetic_tokenizer
+from policyopt.models.moe import MoEConfig
+from policyopt.sampling import (
+    Calculator,
+    Engine,
+    EngineConfig,
+    Finish,
+    PerRow,
+    Reply,
+    RowErrors,
+    SamplingConfig,
+    automaton,
+    sample,
+    sample_continuous,
+    to_rollout,
+)
+from policyopt.sampling.environments import evaluate
+from tests.bigram import Bigram, Config, chain, noise
+
+V, EOS = 12, 2
+MODEL = Bigram(Config(V, (EOS,)))
+ENDLESS = Bigram(Config(V))
+SIZES = EngineConfig(slots=3, size=24, steps=4)
+
+
+def key(seed=0):
+    return jax.random.key(seed)
+
+
+def run(engine, params, version=0):
+    rows = []
+    while engine.busy:
+        rows += engine.step(params, version)
+    return sorted(rows, key=lambda row: row.id)
+
+
+def answers(rows):
+    return [row.data['tokens'][row.prompt_length :].tolist() for row in rows]
+
+
+@functools.cache
+def tiny(moe=True):
+    kwargs = dict(moe=MoEConfig(experts=4, top_k=2), expert_dim=8) if moe else dict(mlp_dim=16)
+    config = models.ModelConfig(
+        vocab_size=20, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, **kwargs
+    )
+    model = models.build(config)
+    return model, jax.jit(model.init)(key(7))
+
+
+@pytest.mark.slow
+def test_tokens_do_not_depend_on_slots_order_or_refills():
+    model = Bigram(Config(40, (EOS,)))
+    table = noise(40)
+    prompts = [[5], [3, 4, 7], [9, 9], [10, 3, 5, 6], [3], [9, 9], [11], [4]]
+    keys = jax.random.split(key(1), len(prompts))
+    config = SamplingConfig(max_new_tokens=12, top_p=0.9)
+    expected = jax.device_get(sample(model, table, prompts, keys, config))
+    order = np.random.default_rng(0).permutation(len(prompts))
+    for slots, steps, rows in ((1, 5, 1), (3, 1, 2), (8, 16, 1)):
+        sizes = EngineConfig(slots=slots, size=16, steps=steps, prefill_rows=rows)
+        engine = Engine(model, config, sizes)
+        engine.submit([prompts[i] for i in order], keys[order])
+        for row in run(engine, table):
+            at, n = order[row.id], row.length
+            assert row.data['tokens'].tolist() == expected.tokens[at, :n].tolist()
+            assert n == expected.length[at] and row.finish == expected.finish[at]
+            np.testing.assert_array_equal(row.data['support'], expected.support[at, :n])
+            np.testing.assert_allclose(
+                row.data['logp_behavior'], expected.logp_behavior[at, :n], atol=2e-6
+            )
+        if slots == 1:
+            assert engine.stats.useful == 1  # a refill waits for nobody
+
+
+@pytest.mark.slow
+def test_bit_for_bit_under_another_order_of_submission():
+    model, params = tiny()
+    prompts = [[5, 6], [3, 4, 7], [9], [10, 3, 5, 6], [3]]
+    keys = jax.random.split(key(1), len(prompts))
+    config = SamplingConfig(max_new_tokens=8, temperature=0.8, top_k=9, eos_id=EOS)
+    found = []
+    for order in (np.arange(5), np.array([3, 1, 4, 0, 2])):
+        engine = Engine(model, config, SIZES)
+        engine.submit([prompts[i] for i in order], keys[order])
+        found.append({order[row.id]: row.data for row in run(engine, params)})
+    for i in range(5):
+        for name, x in found[0][i].items():
+            np.testing.assert_array_equal(x, found[1][i][name], err_msg=name)
+
+
+def test_a_group_prefills_its_prompt_once():
+    model, params = tiny()
+    prompts = [[5, 6, 7]] * 7 + [[3, 4]] * 4
+    keys = jax.random.split(key(1), 11)
+    config = SamplingConfig(max_new_tokens=5, temperature=0.8)
+    engine = Engine(model, config, SIZES)
+    engine.submit(prompts, keys)
+    rows = run(engine, params)
+    assert engine.stats.prefill_tokens == 3 + 2 and engine.stats.prompt_tokens == 7 * 3 + 4 * 2
+    expected = sample(model, params, prompts, keys, config)
+    got = to_rollout(rows, 8)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_array_equal(got.routing, expected.routing)
+    np.testing.assert_allclose(got.logp_behavior, expected.logp_behavior, atol=2e-5)
+
+
+def test_new_parameters_act_between_two_steps():
+    engine = Engine(ENDLESS, SamplingConfig(max_new_tokens=9), SIZES)
+    engine.submit([[3], [5], [7], [0]], key())
+    assert engine.step(chain(V, 1), version=4) == []
+    rows = run(engine, chain(V, 2), version=5)
+    # One token from the prefill and four steps under version 4, then the other chain.
+    assert answers(rows)[0] == [4, 5, 6, 7, 8, 10, 0, 2, 4]
+    assert rows[0].data['version'].tolist() == [-1] + [4] * 5 + [5] * 4
+    assert answers(rows)[3] == [2, 4, 6, 8, 10, 0, 2, 4, 6]  # started after the swap
+    assert rows[3].data['version'].tolist() == [-1] + [5] * 9
+
+
+def test_new_parameters_compile_nothing_and_drop_old_prefixes():
+    from policyopt.sampling import slots
+
+    model, params = tiny()
+    engine = Engine(model, SamplingConfig(max_new_tokens=6), SIZES)
+    engine.submit([[5, 6, 7]] * 4, key())
+    engine.step(params, 0)
+    compiled = slots.decode._cache_size(), slots.prefill._cache_size()
+    other = jax.tree.map(lambda x: x * 1.5, params)
+    rows = run(engine, other, 1)
+    assert compiled == (slots.decode._cache_size(), slots.prefill._cache_size())
+    assert engine.stats.prefill_tokens == 6  # the fourth row's prompt ran again
+    last = to_rollout(rows[3:], 24)
+    gap = scoring.score(model, other, last).logp_new - last.logp_behavior
+    assert np.abs(np.asarray(gap)).max() <= 2e-5
+
+
+@pytest.mark.parametrize('when', [1, 2])
+def test_abort_and_resume_lose_nothing(when):
+    model, params = tiny()
+    prompts = [[5, 6], [3, 4, 7], [9], [10, 3, 5, 6], [3]]
+    config = SamplingConfig(max_new_tokens=11, temperature=0.8, top_k=9, eos_id=EOS)
+    whole = Engine(model, config, SIZES)
+    whole.submit(prompts, key(3))
+    expected = run(whole, params)
+    first = Engine(model, config, SIZES)
+    first.submit(prompts, key(3))
+    done = [row for _ in range(when) for row in first.step(params)]
+    partial = first.abort()
+    assert not first.busy and len(done) + len(partial) == 5
+    assert any(row.drawn for row in partial) and any(not row.drawn for row in partial)
+    second = Engine(model, config, SIZES)
+    second.resume(partial)
+    rows = sorted(done + run(second, params), key=lambda row: row.id)
+    a, b = to_rollout(expected, 24), to_rollout(rows, 24)
+    for name in ('tokens', 'mask', 'length', 'finish', 'segment', 'routing', 'support'):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+    np.testing.assert_allclose(a.logp_behavior, b.logp_behavior, atol=2e-5)
+
+
+def test_a_constraint_survives_abort_and_resume():
+    table = np.full((5, V), -1)
+    for i in range(5):
+        table[i, i * 2 : i * 2 + 2] = (i + 1) % 5
+    config = SamplingConfig(max_new_tokens=9)
+    constraint = automaton(table)
+    expected = sample(ENDLESS, noise(V), [[3], [4]], key(5), config, constraint=constraint)
+    engine = Engine(ENDLESS, config, SIZES, constraint=constraint)
+    engine.submit([[3], [4]], key(5))
+    engine.step(noise(V))
+    partial = engine.abort()
+    assert [row.drawn for row in partial] == [5, 5]
+    engine.resume(partial)
+    rows = run(engine, noise(V))
+    np.testing.assert_array_equal(to_rollout(rows, 10).tokens, expected.tokens)
+
+
+def test_prompt_longer_than_the_cache_ends_its_own_row():
+    engine = EngineConfig(slots=2, size=6)
+    config = SamplingConfig(max_new_tokens=3)
+    with pytest.raises(RowErrors, match='row 1: prompt has 7 tokens; legal is 1 to 5') as error:
+        sample_continuous(ENDLESS, chain(V), [[3], [4] * 7, [5]], key(), config, engine=engine)
+    got = jax.device_get(error.value.rollout)
+    assert got.tokens[[0, 2], 1:4].tolist() == [[4, 5, 6], [6, 7, 8]]
+    assert got.finish.tolist() == [Finish.LENGTH, Finish.ERROR, Finish.LENGTH]
+    assert got.mask[1].sum() == 0
+
+
+def test_a_row_that_fills_the_cache_ends_there():
+    engine = EngineConfig(slots=2, size=5, steps=8)
+    config = SamplingConfig(max_new_tokens=30)
+    got = sample_continuous(ENDLESS, chain(V), [[3], [4, 5, 6]], key(), config, engine=engine)
+    assert got.length.tolist() == [5, 5] and got.finish.tolist() == [Finish.LENGTH] * 2
+
+
+def test_the_first_rows_fix_the_fields():
+    engine = Engine(ENDLESS, SamplingConfig(max_new_tokens=3), SIZES)
+    engine.submit([[3]], key())
+    with pytest.raises(ValueError, match='other fields of PerRow'):
+        engine.submit([[3]], key(), per_row=PerRow(top_p=[0.5]))
+    with pytest.raises(ValueError, match='not both'):
+        engine.submit(None, key())
+    assert answers(run(engine, chain(V))) == [[4, 5, 6]]  # unharmed
+    for field in ('slots', 'size', 'steps', 'chunk'):
+        with pytest.raises(ValueError, match=f'{field} is 0; legal is 1 or more'):
+            EngineConfig(**{field: 0})
+
+
+# Environments.
+
+
+class Scripted:
+    """Answers its n-th turn with the n-th reply; a callable is called, an exception raised."""
+
+    def __init__(self, prompt, *replies):
+        self.prompt, self.replies, self.turns = prompt, list(replies), []
+
+    def reset(self):
+        return self.prompt() if callable(self.prompt) else self.prompt
+
+    def step(self, tokens):
+        self.turns.append(tokens)
+        reply = self.replies.pop(0)
+        return reply() if callable(reply) else reply
+
+
+def test_observations_are_no_tokens_of_the_policy():
+    # Case: token drift: the ids of observation and turn stay what they were, text has no part.
+    env = Scripted([3], Reply([7, 7, 9], reward=0.25), Reply([]), Reply(done=True, reward=0.5))
+    engine = EngineConfig(slots=2, size=24, steps=4, chunk=2)
+    config = SamplingConfig(max_new_tokens=20, stop_ids=(5, 11))
+    got = sample_continuous(
+        ENDLESS, chain(V), None, key(), config, engine=engine, environments=[env]
+    )
+    assert env.turns == [[4, 5], [10, 11], [0, 1, 2, 3, 4, 5]]
+    assert got.tokens[0, :14].tolist() == [3, 4, 5, 7, 7, 9, 10, 11, 0, 1, 2, 3, 4, 5]
+    assert got.mask[0, :14].tolist() == [0, 1, 1, 0, 0, 0] + [1] * 8
+    assert got.segment[0, :14].tolist() == [0, 1, 1, 2, 2, 2, 3, 3] + [4] * 6
+    assert got.finish.tolist() == [Finish.DONE] and got.rewards.tolist() == [0.75]
+    rewarded = np.asarray(got.segment_rewards[0])
+    assert np.flatnonzero(~np.isnan(rewarded)).tolist() == [2, 13]
+    assert rewarded[[2, 13]].tolist() == [0.25, 0.5]
+
+
+def test_first_ratio_is_one_over_turns():
+    model, params = tiny()
+
+    def environments():
+        replies = ([9, 8, 7, 6, 5], [4], [])
+        return [Scripted([5, 6 + i], *map(Reply, replies), Reply(done=True)) for i in range(4)]
+
+    engine = EngineConfig(slots=3, size=48, steps=3, chunk=2)
+    config = SamplingConfig(
+        max_new_tokens=24, temperature=0.7, top_k=12, top_p=0.9, stop_ids=(1, 2, 3, 4, 5)
+    )
+    got = sample_continuous(
+        model, params, None, key(2), config, engine=engine, environments=environments()
+    )
+    scores = scoring.score(model, params, got, temperature=0.7)
+    gap = np.abs(np.asarray(scores.logp_new - got.logp_behavior))[np.asarray(got.mask) > 0]
+    assert int(got.segment.max()) >= 3  # turns really happened
+    assert np.median(gap) <= 2e-6 and gap.max() <= 2e-5
+    inside = np.arange(48) < np.asarray(got.length)[:, None] - 1
+    assert np.all(np.asarray(got.routing)[inside] >= 0)  # observations have their experts too
+
+
+def test_failures_of_an_environment_end_its_own_row():
+    def hang():
+        time.sleep(30)
+
+    def fail():
+        raise KeyError('no such tool')
+
+    stop = SamplingConfig(max_new_tokens=12, stop_ids=(6,))
+    good = Scripted([4], Reply([9]), Reply(done=True, reward=1.0))
+    environments = [
+        Scripted([3], fail),
+        Scripted([4], hang),
+        good,
+        Scripted(fail),
+        Scripted([5], lambda: 'text'),
+        Scripted([5], Reply([V])),
+        Scripted('text'),
+        Scripted(hang),
+    ]
+    engine = Engine(ENDLESS, stop, EngineConfig(slots=3, size=24, steps=4, time_limit=1.0))
+    engine.submit(None, key(), environments=environments)
+    started = time.monotonic()
+    rows = run(engine, chain(V))
+    assert time.monotonic() - started < 29
+    errors = [row.error for row in rows]
+    assert errors[0] == "environment raised KeyError: 'no such tool'" == errors[3]
+    assert errors[1] == 'environment took longer than 1 s' == errors[7]
+    assert errors[2] is None and rows[2].finish == Finish.DONE and rows[2].reward == 1
+    assert errors[4] == 'environment returned str; legal is a Reply'
+    assert errors[5] == 'environment gave a token outside 0 to 11'
+    assert errors[6] == "environment gave 'text'; legal are token ids"
+    assert answers(rows)[0] == [4, 5, 6]  # what it drew before is kept
+    stats = engine.stats
+    assert (stats.failures, stats.timeouts, stats.errors) == (2, 2, 7)
+
+
+def test_environments_run_in_parallel():
+    def slow():
+        time.sleep(0.4)
+        return Reply(done=True)
+
+    config = SamplingConfig(max_new_tokens=8, stop_ids=(6,))
+    environments = [Scripted([3], slow) for _ in range(6)]
+    engine = Engine(ENDLESS, config, EngineConfig(slots=6, size=16, workers=6))
+    engine.submit(None, key(), environments=environments)
+    engine.step(chain(V))  # compiles
+    started = time.monotonic()
+    rows = run(engine, chain(V))
+    assert time.monotonic() - started < 6 * 0.4
+    assert all(row.finish == Finish.DONE for row in rows)
+
+
+def test_an_observation_without_room_ends_the_row():
+    env = Scripted([3], Reply([9] * 30))
+    config = SamplingConfig(max_new_tokens=8, stop_ids=(6,))
+    engine = Engine(ENDLESS, config, EngineConfig(slots=1, size=16))
+    engine.submit(None, key(), environments=[env])
+    (row,) = run(engine, chain(V))
+    assert row.finish == Finish.LENGTH and row.length == 4
+
+
+def test_abort_keeps_what_environments_answer():
+    config = SamplingConfig(max_new_tokens=12, stop_ids=(6,))
+    env = Scripted([4], Reply([9]), Reply(done=True, reward=1.0))
+    engine = Engine(ENDLESS, config, EngineConfig(slots=1, size=24, steps=2))
+    engine.submit(None, key(), environments=[env])
+    while not env.turns:
+        engine.step(chain(V))
+    engine.resume(engine.abort())
+    (row,) = run(engine, chain(V))
+    assert row.data['tokens'].tolist() == [4, 5, 6, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6]
+    assert row.data['segment'].tolist() == [0, 1, 1, 2] + [3] * 9
+    assert row.reward == 1 and env.turns[1] == [10, 11, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_calculator():
+    tokenizer = arithmetic_tokenizer()
+    env = Calculator(tokenizer, '12*3+4=', 40)
+    assert env.reset() == tokenizer.encode('12*3+4=')
+    reply = env.step(tokenizer.encode('12*3='))
+    assert tokenizer.decode(reply.tokens) == '36' and not reply.done
+    assert env.step([*tokenizer.encode('36+4-40'), tokenizer.eos_id]) == Reply((), True, 0.0)
+    assert env.step([*tokenizer.encode('40'), tokenizer.eos_id]) == Reply((), True, 1.0)
+    assert evaluate('1+2*3-4*5') == -13 and evaluate('7*-') is None and evaluate('-3+5') == 2
+    impatient = Calculator(tokenizer, '1+1=', 2, turns=1)
+    assert impatient.step(tokenizer.encode('1+1=')).tokens == tokenizer.encode('2')
+    assert impatient.step(tokenizer.encode('1+1=')) == Reply((), True, 0.0)
+
+
+def test_calculator_in_a_row():
+    # The chain writes 3, then 3+4=; the tool answers 7, and the chain answers 7 itself.
+    tokenizer = arithmetic_tokenizer()
+    ids = {c: tokenizer.encode(c)[0] for c in '347+='}
+    table = np.zeros((tokenizer.vocab_size,) * 2, np.float32)
+    for a, b in ('=3', '3+', '+4', '4='):
+        table[ids[a], ids[b]] = 80
+    table[ids['7'], tokenizer.eos_id] = 80
+    model = Bigram(Config(tokenizer.vocab_size), tokenizer)
+    config = SamplingConfig(max_new_tokens=10, stop_ids=(ids['='],))
+    env = Calculator(tokenizer, '3+4=', 7)
+    engine = EngineConfig(slots=1, size=20)
+    got = sample_continuous(model, table, None, key(), config, engine=engine, environments=[env])
+    n = int(got.length[0])
+    assert tokenizer.decode(got.tokens[0, :n].tolist()) == '3+4=3+4=7'
+    assert got.mask[0, :n].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 1]
+    assert got.finish.tolist() == [Finish.DONE]
+    assert got.rewards.tolist() == [0.0]  # the last turn wrote no number of its own
+
+
+def test_errors_of_environments_can_be_recorded():
+    def fail():
+        raise ValueError('broken')
+
+    environments = [Scripted([3], fail), Scripted([3], Reply(done=True, reward=2.0))]
+    config = SamplingConfig(max_new_tokens=12, stop_ids=(6,))
+    draw = functools.partial(
+        sample_continuous, ENDLESS, chain(V), None, key(), config, engine=SIZES
+    )
+    with pytest.raises(RowErrors, match='row 0: environment raised ValueError: broken'):
+        draw(environments=environments)
+    environments = [Scripted([3], fail), Scripted([3], Reply(done=True, reward=2.0))]
+    got = draw(environments=environments, on_error='record')
+    assert got.finish.tolist() == [Finish.ERROR, Finish.DONE]
+    assert np.isnan(got.rewards[0]) and got.rewards[1] == 2
