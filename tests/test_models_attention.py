@@ -168,7 +168,7 @@ def test_half_precision_softmax_is_float32(backend):
 
 def test_wrong_arguments_are_named():
     q, k, v = single(*inputs(4))
-    with pytest.raises(ValueError, match=r"attention='blokced' .*Did you mean 'blocked'"):
+    with pytest.raises(ValueError, match=r"attention='blokced' .*Did you mean `blocked`"):
         attention(q, k, v, backend='blokced')
     with pytest.raises(ValueError, match='segments or offset'):
         attention(q, k, v, offset=jnp.zeros(2, int), segments=jnp.zeros((2, 4), int))

@@ -212,7 +212,7 @@ def copy(family, folder, change_config=None, change_tensors=None):
 
 
 WRONG_CONFIGS = [
-    ('llama_tied', {'model_type': 'lama'}, r"model_type='lama' .*Did you mean 'llama'"),
+    ('llama_tied', {'model_type': 'lama'}, r"model_type='lama' .*Did you mean `llama`"),
     ('llama_tied', {'hidden_act': 'gelu'}, "hidden_act='gelu' .*silu"),
     ('llama_tied', {'attention_bias': True}, 'attention_bias=True'),
     ('llama_tied', {'mlp_bias': True}, 'mlp_bias=True'),
@@ -254,10 +254,35 @@ def test_wrong_tensors_are_named_before_memory_is_allocated(tmp_path, monkeypatc
         folder = copy('llama_tied', tmp_path / str(number), change_tensors=change)
         with pytest.raises(ValueError, match=message):
             models.load(folder)
-    with pytest.raises(ValueError, match="no override 'remt'. Did you mean 'remat'"):
+    with pytest.raises(ValueError, match="no override 'remt'. Did you mean `remat`"):
         models.load(GOLDEN / 'llama_tied', remt='full')
     with pytest.raises(FileNotFoundError, match=r'config\.json'):
         models.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ({'num_layers': 2}, "no override 'num_layers': the checkpoint fixes it.* Known: attention"),
+        ({'vocab_size': 50}, "no override 'vocab_size': the checkpoint fixes it"),
+        ({'qk_norm': True}, "no override 'qk_norm': the checkpoint fixes it"),
+        ({'tied': False}, "no override 'tied'"),
+        ({'rope_theta': 1e6}, "no override 'rope_theta'"),
+        ({'dtypes': 'bfloat16'}, "no override 'dtypes'. Did you mean `dtype`"),
+        ({'remat': 'fool'}, "remat='fool'.*Did you mean `full`"),
+    ],
+)
+def test_overrides_that_would_change_tensors_are_refused(override, message):
+    with pytest.raises(ValueError, match=message):
+        models.load(GOLDEN / 'llama_tied', **override)
+
+
+def test_overrides_of_how_to_compute_reach_the_model():
+    wanted = dict(remat='full', precision='high', attention='xla', max_length=7, eos_ids=(3, 4))
+    model, params = models.load(GOLDEN / 'llama_tied', **wanted)
+    assert {name: getattr(model.config, name) for name in wanted} == wanted
+    original = golden('llama_tied')[1]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, original))
 
 
 def test_repeated_tied_head_and_old_constants_are_accepted(tmp_path):
@@ -280,6 +305,8 @@ def test_a_head_that_the_checkpoint_lacks_starts_at_zero_and_is_saved(tmp_path):
     assert again == model
     np.testing.assert_array_equal(same['value'], np.arange(48.0))
     np.testing.assert_array_equal(same['reward'], np.arange(48.0) + 1)
+    with pytest.raises(ValueError, match='value_head=False: the checkpoint has one'):
+        models.load(tmp_path, value_head=False)
 
 
 def test_models_that_no_family_expresses_round_trip(tmp_path):

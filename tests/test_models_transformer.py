@@ -235,7 +235,7 @@ def test_bfloat16_compute_keeps_float32_logits():
 WRONG = [
     ({'num_kv_heads': 3}, 'num_heads=4 is not a multiple of num_kv_heads=3'),
     ({'head_dim': 5}, 'head_dim=5 must be even'),
-    ({'remat': 'fulll'}, r"remat='fulll'.*Did you mean 'full'"),
+    ({'remat': 'fulll'}, r"remat='fulll'.*Did you mean `full`"),
     ({'dtype': 'float8'}, "dtype='float8'"),
     ({'mlp_dim': 0}, 'mlp_dim=0'),
     ({'num_layers': 0}, 'num_layers=0'),

@@ -19,7 +19,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from policyopt.models.config import ATTENTION, one_of
+from policyopt.checks import one_of
+from policyopt.models.config import ATTENTION
 from policyopt.sharding import DEFAULT_RULES, Rules, mesh_spec
 from policyopt.types import Array
 

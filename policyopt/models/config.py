@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from policyopt.checks import one_of
 from policyopt.models.grouped_matmul import BACKENDS
-from policyopt.models.moe import MoEConfig
-from policyopt.sharding import nearest
+from policyopt.models.router import PRECISIONS, MoEConfig
 
 REMAT = ('none', 'full', 'dots')
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
-PRECISIONS = ('default', 'high', 'highest')
 ATTENTION = ('auto', 'blocked', 'splash', 'cudnn', 'xla')
-
-
-def one_of(field: str, value: Any, legal: tuple[str, ...]) -> None:
-    """Raise ValueError, naming the field and the nearest legal spelling, unless value is legal."""
-    if value not in legal:
-        raise ValueError(
-            f'{field}={value!r} is not known. Legal: {", ".join(legal)}.'
-            f'{nearest(str(value), legal)}'
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from policyopt.models.config import ModelConfig, RopeScaling, one_of
+from policyopt.checks import one_of
+from policyopt.models.config import ModelConfig, RopeScaling
 from policyopt.models.moe import MoEConfig
 
 FAMILIES = ('llama', 'qwen2', 'qwen3', 'qwen3_moe', 'mixtral')

@@ -16,17 +16,33 @@ import numpy as np
 from flax import traverse_util
 from jax.experimental import multihost_utils
 
+from policyopt import checks
 from policyopt.models import gguf_file, hf
 from policyopt.models.config import ModelConfig
 from policyopt.models.names import Entry, entries
 from policyopt.models.tensors import FileTensor, open_safetensors, read, to_file, write_safetensors
 from policyopt.models.tokenizer import read_tokenizer
 from policyopt.models.transformer import Model, Params, build
-from policyopt.sharding import nearest, param_shardings
+from policyopt.sharding import param_shardings
 
 # Constants that old checkpoints store beside the weights; the config says the same.
 CONSTANTS = ('rotary_emb.inv_freq',)
 SHARD_BYTES = 5 * 10**9
+# Fields of ModelConfig that `load` may set: how to compute, not what the tensors are.
+OVERRIDES = (
+    'dtype',
+    'param_dtype',
+    'precision',
+    'remat',
+    'attention',
+    'moe_backend',
+    'value_head',
+    'reward_head',
+    'max_length',
+    'bos_id',
+    'pad_id',
+    'eos_ids',
+)
 
 
 def load(
@@ -43,12 +59,13 @@ def load(
         .gguf file of a Llama, Qwen2 or Qwen3 model.
       mesh: devices to spread the params over by the rules; None: the default device.
       rules: logical axis to mesh axis (`sharding.make_rules`); the model keeps them.
-      **overrides: fields of ModelConfig, such as dtype, param_dtype, remat, attention or
-        value_head. `dtype` and `param_dtype` are the checkpoint's by default. A scalar head that
-        is asked for and not in the checkpoint starts at zero.
+      **overrides: fields of ModelConfig that change no tensor of the file: those in OVERRIDES.
+        `dtype` and `param_dtype` are the checkpoint's by default. A scalar head that is asked for
+        and not in the checkpoint starts at zero.
 
     Raises FileNotFoundError, and ValueError naming the tensor, the config field or the override.
     """
+    _check_overrides(overrides)
     source = pathlib.Path(source)
     if source.suffix == '.gguf':
         config, tensors, listed, tokenizer = gguf_file.read(source)
@@ -67,11 +84,21 @@ def load(
     return model, _place(model, tensors, listed, mesh)
 
 
-def _override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+def _check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that is no override: the file fixes what its tensors mean."""
     fields = [field.name for field in dataclasses.fields(ModelConfig)]
     for name in overrides:
-        if name not in fields:
-            raise ValueError(f'load() has no override {name!r}.{nearest(name, fields)}')
+        if name not in OVERRIDES:
+            fixed = ': the checkpoint fixes it' if name in fields else ''
+            raise ValueError(
+                f'load() has no override {name!r}{fixed}.{checks.nearest(name, OVERRIDES)}'
+            )
+
+
+def _override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+    for name in ('value_head', 'reward_head'):
+        if getattr(config, name) and not overrides.get(name, True):
+            raise ValueError(f'{name}={overrides[name]!r}: the checkpoint has one; legal: True')
     return dataclasses.replace(config, **overrides)
 
 
@@ -86,7 +113,7 @@ def _check(tensors: Mapping[str, FileTensor], listed: list[Entry], source: str, 
     for what, names in (('lacks', missing), ('has no use for', extra)):
         if names:
             shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if names[5:] else '')
-            hint = nearest(names[0], extra if what == 'lacks' else missing)
+            hint = checks.hint(names[0], extra if what == 'lacks' else missing)
             raise ValueError(f'{source}: the model {what} {shown}.{hint}')
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:

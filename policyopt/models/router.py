@@ -13,20 +13,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from policyopt.sharding import nearest
+from policyopt.checks import one_of
 from policyopt.types import Array, Mean
 
 SCORINGS = ('softmax', 'sigmoid')
 PRECISIONS = ('default', 'high', 'highest')
-
-
-def check_choice(field: str, value: Any, legal: tuple[str, ...]) -> None:
-    """Raise ValueError naming the field, the legal values and the nearest one."""
-    if value not in legal:
-        raise ValueError(
-            f'{field}={value!r} is not one of {", ".join(map(repr, legal))}.'
-            f'{nearest(str(value), legal)}'
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +58,8 @@ class MoEConfig:
     precision: str = 'highest'
 
     def __post_init__(self):
-        check_choice('scoring', self.scoring, SCORINGS)
-        check_choice('precision', self.precision, PRECISIONS)
+        one_of('scoring', self.scoring, SCORINGS)
+        one_of('precision', self.precision, PRECISIONS)
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f'top_k={self.top_k} must be from 1 to experts={self.experts}.')
         if self.experts > 2**15:
