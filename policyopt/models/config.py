@@ -36,6 +36,12 @@ class RopeScaling:
 
     def __post_init__(self):
         one_of('rope_scaling.kind', self.kind, ('linear', 'llama3'))
+        if not self.factor > 0:
+            raise ValueError(f'rope_scaling.factor={self.factor} must be above 0')
+        if not 0 < self.low < self.high:
+            raise ValueError(
+                f'rope_scaling.low={self.low} must lie above 0 and below high={self.high}'
+            )
 
 
 @dataclasses.dataclass(frozen=True)
