@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import pathlib
 import struct
@@ -108,20 +109,39 @@ def to_file(parameter: np.ndarray, how: Layout) -> np.ndarray:
 
 
 def _safetensors_file(path: pathlib.Path) -> dict[str, FileTensor]:
+    """Name -> tensor; raises ValueError naming the file where it is cut short or no such file."""
+    length = path.stat().st_size
     with open(path, 'rb') as file:
-        (size,) = struct.unpack('<Q', file.read(8))
-        header = json.loads(file.read(size))
+        start = file.read(8)
+        if start == b'version ':
+            raise ValueError(f'{path} is a Git LFS pointer, not the tensors: run git lfs pull')
+        size = struct.unpack('<Q', start)[0] if len(start) == 8 else length
+        if 8 + size > length:
+            raise ValueError(
+                f'{path} has {length} bytes, fewer than its header: cut short, or not safetensors'
+            )
+        try:
+            header = dict(json.loads(file.read(size)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f'{path}: the header is not JSON of tensors: {error}') from None
     header.pop('__metadata__', None)
     out = {}
     for name, entry in header.items():
-        if entry['dtype'] not in DTYPES:
+        where = f'tensor {name!r} in {path}'
+        try:
+            kind, shape = entry['dtype'], tuple(operator.index(n) for n in entry['shape'])
+            begin, end = (operator.index(at) for at in entry['data_offsets'])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f'{where}: the header entry {entry!r} is broken: {error!r}') from None
+        if kind not in DTYPES:
+            raise ValueError(f'{where} has dtype {kind}; legal: {", ".join(DTYPES)}')
+        dtype = DTYPES[kind]
+        if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f'{where}: {end - begin} bytes at {begin} for shape {shape}')
+        if 8 + size + end > length:
             raise ValueError(
-                f'tensor {name!r} in {path} has dtype {entry["dtype"]}; legal: {", ".join(DTYPES)}'
+                f'{where} ends at byte {8 + size + end}, but the file at {length}: cut short'
             )
-        dtype, shape = DTYPES[entry['dtype']], tuple(entry['shape'])
-        begin, end = entry['data_offsets']
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f'tensor {name!r} in {path}: {end - begin} bytes for shape {shape}')
         out[name] = FileTensor(shape, dtype, _reader(path, 8 + size + begin, dtype, shape))
     return out
 
@@ -143,14 +163,21 @@ def _reader(
 
 
 def open_safetensors(folder: pathlib.Path) -> dict[str, FileTensor]:
-    """Name -> tensor of a folder's model.safetensors, or of the files that its index names."""
+    """Name -> tensor of a folder's model.safetensors, or of the files that its index names.
+
+    Raises FileNotFoundError, and ValueError naming the file and the tensor that is cut short, has
+    another dtype or is not where the index says.
+    """
     index = folder / INDEX
     if not index.exists():
         single = folder / 'model.safetensors'
         if not single.exists():
             raise FileNotFoundError(f'{folder} has neither model.safetensors nor {INDEX}')
         return _safetensors_file(single)
-    weight_map = json.loads(index.read_text())['weight_map']
+    try:
+        weight_map = dict(json.loads(index.read_text())['weight_map'])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'{index} is not JSON with a weight_map: {error!r}') from None
     out: dict[str, FileTensor] = {}
     for name in sorted(set(weight_map.values())):
         held = _safetensors_file(folder / name)
