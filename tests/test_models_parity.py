@@ -184,8 +184,78 @@ def test_sharded_index_is_written_and_read(tmp_path):
     assert index['metadata']['total_size'] == sum(tensor.nbytes for tensor in held.values())
     _, same = models.load(tmp_path)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, same))
-    models.save(model, params, tmp_path)  # one file again: the index must not outlive its files
-    assert not (tmp_path / tensors_lib.INDEX).exists()
+    # Fewer shards, and one file again: no weights of before may stay beside the new ones.
+    (tmp_path / 'model-00001-of-00099.safetensors.partial').write_bytes(b'')
+    (tmp_path / 'adapter_model.safetensors').write_bytes(b'of someone else')
+    models.save(model, params, tmp_path, shard_bytes=200_000)
+    kept = json.loads((tmp_path / tensors_lib.INDEX).read_text())['weight_map'].values()
+    assert len(set(kept)) < len(files)
+    other = {'config.json', 'adapter_model.safetensors'}
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, tensors_lib.INDEX, *other}
+    models.save(model, params, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {'model.safetensors', *other}
+
+
+def test_params_that_are_not_the_models_are_named_before_anything_is_written(tmp_path):
+    model, params, *_ = golden('qwen3')
+    for change, message in (
+        ({'norm': params['norm'][:-1]}, r"'norm' has shape \(47,\); the model says \(48,\)"),
+        ({'norm': params['norm'].astype('bfloat16')}, "'norm' has dtype bfloat16; .* float32"),
+        ({'value': params['norm']}, "differ in 'value'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.save(model, params | change, tmp_path / 'new')
+    assert not (tmp_path / 'new').exists()
+
+
+def test_interrupted_saving_leaves_nothing_to_load(tmp_path, monkeypatch):
+    model, params, *_ = golden('qwen3')
+    models.save(model, params, tmp_path)
+    monkeypatch.setattr('policyopt.models.loading.to_file', None)
+    with pytest.raises(TypeError):
+        models.save(model, params, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r'no config\.json'):
+        models.load(tmp_path)
+
+
+def test_mixed_dtypes_keep_every_bit(tmp_path):
+    name = 'model.layers.1.self_attn.q_proj.weight'
+
+    def halve(held):
+        for other in held:
+            if other != name:
+                held[other] = held[other].astype(jnp.bfloat16)
+
+    folder = copy('llama_tied', tmp_path / 'model', change_tensors=halve)
+    model, params = models.load(folder)
+    assert model.config.param_dtype == model.config.dtype == 'float32'
+    original = golden('llama_tied')[1]['dense']['attention']['q'][1]
+    np.testing.assert_array_equal(params['dense']['attention']['q'][1], original)
+    rounded = golden('llama_tied')[1]['embed'].astype('bfloat16')
+    np.testing.assert_array_equal(params['embed'], rounded.astype('float32'))
+    assert models.load(folder, param_dtype='bfloat16')[1]['embed'].dtype == jnp.bfloat16
+
+    def mix(held):
+        held[name] = held[name].astype(np.float16)
+
+    _, params = models.load(copy('llama_tied', tmp_path / 'f16', change_tensors=mix))
+    assert params['embed'].dtype == jnp.float32
+    with pytest.raises(ValueError, match="param_dtype='float64' needs jax_enable_x64"):
+        models.load(folder, param_dtype='float64')
+
+
+def test_tensors_read_in_pieces_are_the_same(monkeypatch):
+    whole, calls, original = golden('qwen3')[1], [], tensors_lib._reader
+
+    def counted(*args):
+        rows = original(*args)
+        return lambda start, stop: calls.append(stop - start) or rows(start, stop)
+
+    monkeypatch.setattr(tensors_lib, '_reader', counted)
+    monkeypatch.setattr(tensors_lib, 'CHUNK', 7 * 48 * 4)  # 7 rows, and no multiple of them fits
+    _, pieces = models.load(GOLDEN / 'qwen3')
+    assert calls.count(7) > 20
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole, pieces))
 
 
 def test_bfloat16_checkpoint_keeps_its_bits(tmp_path):

@@ -228,7 +228,13 @@ def _expressed(config: ModelConfig, family: str) -> bool:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Contents of config.json; `read_config` of it gives the same model."""
+    """Contents of config.json; `read_config` of it gives the same function of the same params.
+
+    Kept are the architecture, sizes, scalar heads, `max_length`, token ids and `param_dtype`. How
+    to compute is not: `precision`, `moe.precision`, `remat`, `attention` and `moe_backend` are
+    read back as the defaults, except for model_type 'policyopt', which keeps them; `dtype` is read
+    back as the type of the tensors, and an empty `family` as the family that was chosen.
+    """
     family = family_of(config)
     if family == OWN:
         return {'model_type': OWN, OWN: {**dataclasses.asdict(config), 'family': OWN}}

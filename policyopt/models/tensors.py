@@ -11,6 +11,7 @@ import math
 import operator
 import os
 import pathlib
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -27,6 +28,10 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 1 << 22  # bytes of a tensor held while it is copied into place
 INDEX = 'model.safetensors.index.json'
+# What `write_safetensors` may leave in a folder.
+WEIGHTS = re.compile(
+    r'model(-\d{5}-of-\d{5})?\.safetensors(\.partial)?|model\.safetensors\.index\.json(\.partial)?'
+)
 
 
 class FileTensor(NamedTuple):
@@ -191,6 +196,13 @@ def open_safetensors(folder: pathlib.Path) -> dict[str, FileTensor]:
     return out
 
 
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Write a file beside its name and move it there when complete."""
+    partial = path.with_name(f'{path.name}.partial')
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
 def write_safetensors(
     folder: pathlib.Path,
     shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
@@ -199,7 +211,8 @@ def write_safetensors(
 ) -> None:
     """Write tensors, which come in the order of `shapes`, as one file or as an index and shards.
 
-    A file is written beside its name and moved there when complete.
+    A file is written beside its name and moved there when complete. Then files of those names
+    that an earlier model left are removed.
     """
     shards: list[dict[str, Any]] = [{}]
     held = total = 0
@@ -233,6 +246,8 @@ def write_safetensors(
     if count > 1:
         weight_map = {name: f for f, header in zip(names, shards, strict=True) for name in header}
         index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n')
-    else:
-        (folder / INDEX).unlink(missing_ok=True)  # of an earlier, sharded model
+        write_text(folder / INDEX, json.dumps(index, indent=2) + '\n')
+        names.append(INDEX)
+    for path in folder.iterdir():
+        if WEIGHTS.fullmatch(path.name) and path.name not in names:
+            path.unlink()
