@@ -140,6 +140,7 @@ def replay_experts(live: Array, routing: Array, experts: int) -> Array:
     each.
     """
     chex.assert_equal_shape([live, routing])
+    chex.assert_type(routing, int)
     routing = routing.astype(jnp.int32)
     known = (routing >= 0) & (routing < experts)
     unused = ~jnp.any((live[:, :, None] == routing[:, None, :]) & known[:, None, :], axis=-1)
@@ -205,6 +206,9 @@ def route(
     always come from the live router over the experts used, so d loss / d router is the gradient of
     the same function that a replayed forward computes. Tokens that are not valid [N] get -1 and
     weight 0; what stands in them, NaN included, reaches neither statistics nor gradients.
+
+    Raises AssertionError for a routing that is not of an integer type. What it can't check under
+    jit is that its ids are experts: `scoring.check_routing` does, on the host.
     """
     chex.assert_rank([x, router], 2)
     chex.assert_shape(router, (config.experts, x.shape[1]))
