@@ -18,12 +18,23 @@ P = ParamSpec('P')
 R = TypeVar('R')
 
 
+def hint(name: str, known: Iterable[str]) -> str:
+    """' Did you mean `x`?' for the known name closest in spelling, '' where none is close."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f' Did you mean `{close[0]}`?' if close else ''
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Sentence naming the closest known spelling and all legal ones, for the end of an error."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f' Did you mean `{close[0]}`?' if close else ''
-    return f'{hint} Known: {", ".join(known) or "none"}.'
+    return f'{hint(name, known)} Known: {", ".join(known) or "none"}.'
+
+
+def one_of(field: str, value: Any, legal: Iterable[str]) -> None:
+    """Raise ValueError, naming the field and the nearest legal value, unless value is legal."""
+    legal = tuple(legal)
+    if value not in legal:
+        raise ValueError(f'{field}={value!r} is not known.{nearest(str(value), legal)}')
 
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:

@@ -1,10 +1,15 @@
-"""Log-probs, entropy and values of the tokens that a policy chose, never a [B,T,V] array.
+"""Log-probs, entropy and values of the tokens that a policy chose.
 
 `score` runs the model once, picks out the positions where `mask` is nonzero and computes
-log-softmax over them chunk by chunk (`scoring_kernels`). Where the rollout recorded the kept token
-ids, only those rows of the head are read: no matmul over the vocabulary happens, and the log-prob
-is the one the sampler drew with. `check_support` and `check_reference` run on the host and name
-the position that jitted scoring can only answer with NaN.
+log-softmax over them chunk by chunk (`scoring_kernels`). An array of logits has about
+`scoring_kernels.FULL_ELEMENTS` (2^25) elements at most, 128 MiB in float32, or chunk x V where
+`chunk` is given: a batch whose B x T x V is below that is one chunk, a larger one never has a
+[B,T,V] array.
+
+Where the rollout recorded the kept token ids, only those rows of the head are read: no matmul over
+the vocabulary happens, and the log-prob is the one the sampler drew with. `check_support`,
+`check_routing` and `check_reference` run on the host and name the position that jitted scoring can
+only answer with NaN, or with live routing.
 
 Shapes: B rows, T tokens per row, D width, V vocabulary, K kept ids, L layers, k experts.
 """
@@ -36,6 +41,7 @@ from policyopt.types import Array, Scores
 
 __all__ = [
     'check_reference',
+    'check_routing',
     'check_support',
     'score',
     'score_hidden',
@@ -243,6 +249,44 @@ def check_support(batch: Any, vocab_size: int | None = None) -> None:
                 f'row {row}, position {t}: {what}. Token {tokens[row, t]}, support '
                 f'{support[row, t].tolist()}. {np.sum(bad)} such positions in all.'
             )
+
+
+def check_routing(batch: Any, config: Any) -> None:
+    """Raise ValueError naming row and position where a recorded routing cannot be replayed.
+
+    On the host, for a finished batch: in jitted scoring an id that is no expert counts as not
+    recorded, and the live router's choice takes its place. Every id must be an expert, or -1 where
+    none was recorded. A batch without routing passes.
+
+    Args:
+      batch: has tokens [B,T] and routing [B,T,L,k] or None.
+      config: the model's `ModelConfig`: L mixture layers, k = `moe.top_k` of `moe.experts`.
+
+    Raises ValueError too for a dense model, another shape, or a type that is not integer. What it
+    can't check: that the ids are those the sampler's model used.
+    """
+    if getattr(batch, 'routing', None) is None:
+        return
+    if config.moe is None:
+        raise ValueError('routing is recorded, but the model has no mixture-of-experts layer')
+    routing, experts = np.asarray(batch.routing), config.moe.experts
+    if not np.issubdtype(routing.dtype, np.integer):
+        raise ValueError(f'routing has dtype {routing.dtype}; legal: an integer type')
+    layers, top_k = config.kinds.count('moe'), config.moe.top_k
+    wanted = (*np.shape(batch.tokens), layers, top_k)
+    if routing.shape != wanted:
+        raise ValueError(
+            f'routing has shape {routing.shape}; the batch and the model say {wanted}: rows, '
+            f'positions, {layers} mixture layers, top_k={top_k}'
+        )
+    bad = np.argwhere((routing < -1) | (routing >= experts))
+    if len(bad):
+        row, t, layer, _ = bad[0]
+        raise ValueError(
+            f'row {row}, position {t}: mixture layer {layer} has routing '
+            f'{routing[row, t, layer].tolist()}; legal: 0 to {experts - 1}, or -1 for none. '
+            f'{len(np.unique(bad[:, :2], axis=0))} such positions in all.'
+        )
 
 
 def check_reference(logp_ref: Any, mask: Any) -> None:

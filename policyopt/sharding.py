@@ -7,13 +7,14 @@ layout of a run is changing the rules, never the model.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from policyopt.checks import nearest
 
 LOGICAL_AXES = (
     'batch',
@@ -43,12 +44,6 @@ DEFAULT_RULES: Rules = (
 )
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """' Did you mean `x`?' for the known name nearest in spelling, or ''."""
-    match = difflib.get_close_matches(name, known, n=1)
-    return f' Did you mean {match[0]!r}?' if match else ''
-
-
 def make_rules(rules: Mapping[str, Any] | Rules | None = None) -> Rules:
     """Rules in hashable form, from a mapping of logical axis to mesh axis, mesh axes or None.
 
@@ -62,8 +57,8 @@ def make_rules(rules: Mapping[str, Any] | Rules | None = None) -> Rules:
     for name in named:
         if name not in LOGICAL_AXES:
             raise ValueError(
-                f'rules name the logical axis {name!r}, which no array has. '
-                f'Known: {", ".join(LOGICAL_AXES)}.{nearest(name, LOGICAL_AXES)}'
+                f'rules name the logical axis {name!r}, which no array has.'
+                f'{nearest(name, LOGICAL_AXES)}'
             )
     if 'heads' in named:
         named.setdefault('kv_heads', named['heads'])

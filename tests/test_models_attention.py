@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core as jax_core
 
 from policyopt import sharding
 from policyopt.models import attention as attention_lib
@@ -89,6 +90,29 @@ def test_gradients_agree(backend):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def precisions(jaxpr):
+    """Precision of every matmul, kernels and inner functions included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == 'dot_general':
+            yield equation.params['precision']
+        for inner in jax_core.jaxprs_in_params(equation.params):
+            yield from precisions(inner)
+
+
+@pytest.mark.parametrize('backend', ['blocked', 'splash', 'xla'])
+@pytest.mark.parametrize('name', ['HIGHEST', 'DEFAULT'])
+def test_precision_holds_in_the_backward_pass(backend, name):
+    q, k, v = single(*inputs(16))
+    wanted = jax.lax.Precision[name]
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v, backend=backend, precision=wanted) ** 2)
+
+    found = list(precisions(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v).jaxpr))
+    assert len(found) >= 6  # two products, and two more for the gradient of each
+    assert all(p in (wanted, (wanted, wanted)) for p in found), found
+
+
 def test_long_sequences_are_looped_over(monkeypatch):
     # Small thresholds put every path of a long sequence into a short one.
     monkeypatch.setattr(attention_lib, 'ROWS', 8)
@@ -168,7 +192,7 @@ def test_half_precision_softmax_is_float32(backend):
 
 def test_wrong_arguments_are_named():
     q, k, v = single(*inputs(4))
-    with pytest.raises(ValueError, match=r"attention='blokced' .*Did you mean 'blocked'"):
+    with pytest.raises(ValueError, match=r"attention='blokced' .*Did you mean `blocked`"):
         attention(q, k, v, backend='blokced')
     with pytest.raises(ValueError, match='segments or offset'):
         attention(q, k, v, offset=jnp.zeros(2, int), segments=jnp.zeros((2, 4), int))

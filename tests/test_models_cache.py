@@ -66,11 +66,30 @@ def test_tokens_past_the_end_of_the_cache_are_dropped():
 def test_buckets_read_less_and_say_the_same():
     _, params, extend = made()
     cache, count = filled([8, 3, 5]), jnp.array([1, 1, 1])
-    dirty = dataclasses.replace(cache, k=cache.k.at[:, :, 16:].set(jnp.nan))
+    dirty = models.Cache(
+        k=cache.k.at[:, :, 16:].set(jnp.nan),
+        v=cache.v.at[:, :, 16:].set(jnp.nan),
+        length=cache.length,
+    )
     whole, _ = extend(params, cache, tokens(1, 2), count)
     part, after = extend(params, dirty, tokens(1, 2), count, bucket=16)
     np.testing.assert_allclose(part.hidden, whole.hidden, atol=2e-6)
     assert after.k.shape == cache.k.shape
+
+
+@pytest.mark.parametrize('backend', ['auto', 'xla'])
+def test_what_stands_past_a_rows_length_is_unread(backend):
+    _, params, _ = made()
+    extend = models.build(dataclasses.replace(CONFIG, attention=backend)).extend
+    cache, count = filled([8, 3, 5]), jnp.array([2, 1, 0])
+    past = jnp.arange(SIZE) >= cache.length[:, None]
+    k, v = (jnp.where(past[None, :, :, None, None], jnp.nan, x) for x in (cache.k, cache.v))
+    dirty = models.Cache(k=k, v=v, length=cache.length)
+    fed = tokens(2, 2)
+    clean, _ = extend(params, cache, fed, count, bucket=16)
+    out, _ = extend(params, dirty, fed, count, bucket=16)
+    used = np.arange(2) < np.asarray(count)[:, None]
+    np.testing.assert_array_equal(np.asarray(out.hidden)[used], np.asarray(clean.hidden)[used])
 
 
 def test_rows_do_not_see_each_other():

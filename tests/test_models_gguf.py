@@ -278,7 +278,7 @@ def test_unknown_tokenizers_and_quantisations_are_named(tmp_path):
         writer.add_tokenizer_pre('smolm')
 
     write(tmp_path / 'a.gguf', change=change, tokenizer=False)
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre='smolm'.*Did you mean 'smollm'"):
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre='smolm'.*Did you mean `smollm`"):
         po_models.load(tmp_path / 'a.gguf')
     write(tmp_path / 'b.gguf', Quantization.Q5_0, tokenizer=False)
     with pytest.raises(ValueError, match=r"quantisation of 'token_embd\.weight'='Q5_0'"):

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from policyopt import models
-from policyopt.models import moe
+from policyopt.models import hf, moe
 from policyopt.models import tensors as tensors_lib
 
 GOLDEN = pathlib.Path(__file__).parent / 'data' / 'hf'
@@ -184,8 +184,78 @@ def test_sharded_index_is_written_and_read(tmp_path):
     assert index['metadata']['total_size'] == sum(tensor.nbytes for tensor in held.values())
     _, same = models.load(tmp_path)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, same))
-    models.save(model, params, tmp_path)  # one file again: the index must not outlive its files
-    assert not (tmp_path / tensors_lib.INDEX).exists()
+    # Fewer shards, and one file again: no weights of before may stay beside the new ones.
+    (tmp_path / 'model-00001-of-00099.safetensors.partial').write_bytes(b'')
+    (tmp_path / 'adapter_model.safetensors').write_bytes(b'of someone else')
+    models.save(model, params, tmp_path, shard_bytes=200_000)
+    kept = json.loads((tmp_path / tensors_lib.INDEX).read_text())['weight_map'].values()
+    assert len(set(kept)) < len(files)
+    other = {'config.json', 'adapter_model.safetensors'}
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, tensors_lib.INDEX, *other}
+    models.save(model, params, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {'model.safetensors', *other}
+
+
+def test_params_that_are_not_the_models_are_named_before_anything_is_written(tmp_path):
+    model, params, *_ = golden('qwen3')
+    for change, message in (
+        ({'norm': params['norm'][:-1]}, r"'norm' has shape \(47,\); the model says \(48,\)"),
+        ({'norm': params['norm'].astype('bfloat16')}, "'norm' has dtype bfloat16; .* float32"),
+        ({'value': params['norm']}, "differ in 'value'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.save(model, params | change, tmp_path / 'new')
+    assert not (tmp_path / 'new').exists()
+
+
+def test_interrupted_saving_leaves_nothing_to_load(tmp_path, monkeypatch):
+    model, params, *_ = golden('qwen3')
+    models.save(model, params, tmp_path)
+    monkeypatch.setattr('policyopt.models.loading.to_file', None)
+    with pytest.raises(TypeError):
+        models.save(model, params, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r'no config\.json'):
+        models.load(tmp_path)
+
+
+def test_mixed_dtypes_keep_every_bit(tmp_path):
+    name = 'model.layers.1.self_attn.q_proj.weight'
+
+    def halve(held):
+        for other in held:
+            if other != name:
+                held[other] = held[other].astype(jnp.bfloat16)
+
+    folder = copy('llama_tied', tmp_path / 'model', change_tensors=halve)
+    model, params = models.load(folder)
+    assert model.config.param_dtype == model.config.dtype == 'float32'
+    original = golden('llama_tied')[1]['dense']['attention']['q'][1]
+    np.testing.assert_array_equal(params['dense']['attention']['q'][1], original)
+    rounded = golden('llama_tied')[1]['embed'].astype('bfloat16')
+    np.testing.assert_array_equal(params['embed'], rounded.astype('float32'))
+    assert models.load(folder, param_dtype='bfloat16')[1]['embed'].dtype == jnp.bfloat16
+
+    def mix(held):
+        held[name] = held[name].astype(np.float16)
+
+    _, params = models.load(copy('llama_tied', tmp_path / 'f16', change_tensors=mix))
+    assert params['embed'].dtype == jnp.float32
+    with pytest.raises(ValueError, match="param_dtype='float64' needs jax_enable_x64"):
+        models.load(folder, param_dtype='float64')
+
+
+def test_tensors_read_in_pieces_are_the_same(monkeypatch):
+    whole, calls, original = golden('qwen3')[1], [], tensors_lib._reader
+
+    def counted(*args):
+        rows = original(*args)
+        return lambda start, stop: calls.append(stop - start) or rows(start, stop)
+
+    monkeypatch.setattr(tensors_lib, '_reader', counted)
+    monkeypatch.setattr(tensors_lib, 'CHUNK', 7 * 48 * 4)  # 7 rows, and no multiple of them fits
+    _, pieces = models.load(GOLDEN / 'qwen3')
+    assert calls.count(7) > 20
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole, pieces))
 
 
 def test_bfloat16_checkpoint_keeps_its_bits(tmp_path):
@@ -212,11 +282,34 @@ def copy(family, folder, change_config=None, change_tensors=None):
 
 
 WRONG_CONFIGS = [
-    ('llama_tied', {'model_type': 'lama'}, r"model_type='lama' .*Did you mean 'llama'"),
+    ('llama_tied', {'model_type': 'lama'}, r"model_type='lama' .*Did you mean `llama`"),
     ('llama_tied', {'hidden_act': 'gelu'}, "hidden_act='gelu' .*silu"),
     ('llama_tied', {'attention_bias': True}, 'attention_bias=True'),
     ('llama_tied', {'mlp_bias': True}, 'mlp_bias=True'),
     ('llama_tied', {'rope_parameters': {'rope_type': 'yarn'}}, "rope_type='yarn'"),
+    (
+        'llama_tied',
+        {'rope_scaling': {'type': 'linear', 'factor': 2.0}},
+        'rope_parameters=.* and rope_scaling=.*linear.* disagree',
+    ),
+    ('llama_tied', {'rope_theta': 1e6}, r'bases disagree: .*rope_parameters\.rope_theta'),
+    (
+        'llama_tied',
+        {'rope_parameters': {'full_attention': {'rope_theta': 1e4}}},
+        r"rope_parameters\['full_attention'\]=.*by type of layer",
+    ),
+    (
+        'llama_tied',
+        {'rope_parameters': {'rope_type': 'linear', 'facter': 2.0}},
+        "rope_parameters.*'facter' is not known. Did you mean `factor`",
+    ),
+    ('llama_tied', {'rope_parameters': {'rope_type': 'linear'}}, 'factor=None must be a number'),
+    (
+        'llama_tied',
+        {'rope_parameters': {'rope_type': 'llama3', 'factor': 8.0, 'high_freq_factor': 4.0}},
+        'low_freq_factor=None must be a number',
+    ),
+    ('llama_tied', {'rope_parameters': {'rope_theta': '1e4'}}, "rope_theta='1e4' must be"),
     ('llama_tied', {'hidden_size': None}, 'hidden_size=None'),
     ('qwen2', {'use_sliding_window': True}, 'use_sliding_window=True'),
     ('qwen3', {'layer_types': ['sliding_attention'] * 3}, 'layer_types .*sliding_attention'),
@@ -230,6 +323,24 @@ def test_configs_that_cannot_be_read_name_the_field(family, change, message, tmp
     folder = copy(family, tmp_path / 'model', lambda config: config.update(change))
     with pytest.raises(ValueError, match=message):
         models.load(folder)
+
+
+def test_rotary_settings_in_either_spelling_are_the_same(tmp_path):
+    data = json.loads((GOLDEN / 'llama_tied' / 'config.json').read_text())
+    llama3 = {
+        'factor': 8,
+        'low_freq_factor': 1,
+        'high_freq_factor': 4,
+        'original_max_position_embeddings': 64,
+    }
+    new = {'rope_parameters': {'rope_theta': 50000, 'rope_type': 'llama3', **llama3}}
+    old = {'rope_theta': 50000, 'rope_scaling': {'type': 'llama3', **llama3}}
+    del data['rope_parameters']
+    read = [hf.read_config(data | spelling) for spelling in (new, old, new | old)]
+    assert read[0] == read[1] == read[2]
+    assert read[0].rope_scaling == models.RopeScaling('llama3', 8.0, 1.0, 4.0, 64)
+    assert isinstance(read[0].rope_theta, float)
+    assert hf.read_config(data).rope_theta == 10000.0
 
 
 def test_wrong_tensors_are_named_before_memory_is_allocated(tmp_path, monkeypatch):
@@ -254,10 +365,72 @@ def test_wrong_tensors_are_named_before_memory_is_allocated(tmp_path, monkeypatc
         folder = copy('llama_tied', tmp_path / str(number), change_tensors=change)
         with pytest.raises(ValueError, match=message):
             models.load(folder)
-    with pytest.raises(ValueError, match="no override 'remt'. Did you mean 'remat'"):
+    with pytest.raises(ValueError, match="no override 'remt'. Did you mean `remat`"):
         models.load(GOLDEN / 'llama_tied', remt='full')
     with pytest.raises(FileNotFoundError, match=r'config\.json'):
         models.load(tmp_path)
+
+
+def spoiled(change, message):
+    def at(folder):
+        path = folder / 'model.safetensors'
+        path.write_bytes(change(path.read_bytes()))
+
+    return at, message
+
+
+def renamed(data, old, new):
+    assert old in data and len(old) == len(new)
+    return data.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ('spoil', 'message'),
+    [
+        spoiled(lambda data: b'', 'model.safetensors has 0 bytes'),
+        spoiled(lambda data: data[:5], 'model.safetensors has 5 bytes'),
+        spoiled(lambda data: data[:100], 'model.safetensors has 100 bytes, fewer than its header'),
+        spoiled(
+            lambda data: data[:-1], r"tensor '.*' in .*model.safetensors ends at byte \d+, but"
+        ),
+        spoiled(lambda data: b'version https://git-lfs.github.com/spec/v1\n', 'Git LFS pointer'),
+        spoiled(lambda data: renamed(data, b'{"', b'["'), 'model.safetensors: the header is not'),
+        spoiled(lambda data: renamed(data, b'"dtype"', b'"dtipe"'), r"tensor '.*KeyError\('dtype"),
+        spoiled(lambda data: renamed(data, b'"F32"', b'"I32"'), "tensor '.*has dtype I32"),
+        spoiled(lambda data: renamed(data, b'160,48', b'161,48'), r'bytes at \d+ for .*161, 48'),
+    ],
+)
+def test_broken_files_are_named_before_memory_is_allocated(spoil, message, tmp_path, monkeypatch):
+    monkeypatch.setattr('policyopt.models.loading._place', None)
+    shutil.copytree(GOLDEN / 'llama_tied', tmp_path / 'model')
+    spoil(tmp_path / 'model')
+    with pytest.raises(ValueError, match=message):
+        models.load(tmp_path / 'model')
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ({'num_layers': 2}, "no override 'num_layers': the checkpoint fixes it.* Known: attention"),
+        ({'vocab_size': 50}, "no override 'vocab_size': the checkpoint fixes it"),
+        ({'qk_norm': True}, "no override 'qk_norm': the checkpoint fixes it"),
+        ({'tied': False}, "no override 'tied'"),
+        ({'rope_theta': 1e6}, "no override 'rope_theta'"),
+        ({'dtypes': 'bfloat16'}, "no override 'dtypes'. Did you mean `dtype`"),
+        ({'remat': 'fool'}, "remat='fool'.*Did you mean `full`"),
+    ],
+)
+def test_overrides_that_would_change_tensors_are_refused(override, message):
+    with pytest.raises(ValueError, match=message):
+        models.load(GOLDEN / 'llama_tied', **override)
+
+
+def test_overrides_of_how_to_compute_reach_the_model():
+    wanted = dict(remat='full', precision='high', attention='xla', max_length=7, eos_ids=(3, 4))
+    model, params = models.load(GOLDEN / 'llama_tied', **wanted)
+    assert {name: getattr(model.config, name) for name in wanted} == wanted
+    original = golden('llama_tied')[1]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, original))
 
 
 def test_repeated_tied_head_and_old_constants_are_accepted(tmp_path):
@@ -280,6 +453,8 @@ def test_a_head_that_the_checkpoint_lacks_starts_at_zero_and_is_saved(tmp_path):
     assert again == model
     np.testing.assert_array_equal(same['value'], np.arange(48.0))
     np.testing.assert_array_equal(same['reward'], np.arange(48.0) + 1)
+    with pytest.raises(ValueError, match='value_head=False: the checkpoint has one'):
+        models.load(tmp_path, value_head=False)
 
 
 def test_models_that_no_family_expresses_round_trip(tmp_path):

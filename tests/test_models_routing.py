@@ -6,8 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from policyopt import models
+from policyopt.models import router
 
 CONFIG = models.ModelConfig(
     vocab_size=40,
@@ -43,6 +45,14 @@ def test_replaying_its_own_record_is_bit_identical():
     assert float(replayed.aux['replay_agreement'].value) == 1.0
     empty = hidden(params, TOKENS, valid=VALID, routing=jnp.full_like(native.routing, -1))
     np.testing.assert_array_equal(native.hidden, empty.hidden)
+
+
+def test_routing_that_is_not_integer_is_refused():
+    model, params, _ = made()
+    with pytest.raises(AssertionError, match='type'):
+        model.hidden(params, TOKENS, routing=jnp.zeros((4, 16, 2, 2)))
+    with pytest.raises(AssertionError, match='type'):
+        router.replay_experts(jnp.zeros((3, 2), int), jnp.zeros((3, 2)), 6)
 
 
 def test_after_an_update_replay_keeps_the_sets_that_native_routing_changes():
@@ -90,8 +100,8 @@ def test_router_gradient_under_replay_equals_finite_differences():
 
         @jax.jit
         @jax.value_and_grad
-        def loss(router):
-            mlp = {**params['moe']['mlp'], 'router': router}
+        def loss(weights):
+            mlp = {**params['moe']['mlp'], 'router': weights}
             changed = {**params, 'moe': {**params['moe'], 'mlp': mlp}}
             out = model.hidden(changed, TOKENS, routing=record)
             return jnp.sum(out.hidden * jnp.arange(16.0))

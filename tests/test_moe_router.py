@@ -246,11 +246,11 @@ def test_balance_follows_the_live_router_and_load_the_replay():
     ('fields', 'message'),
     [
         ({'top_k': 9}, 'top_k=9 must be from 1 to experts=8'),
-        ({'scoring': 'sigmod'}, "scoring='sigmod'.*Did you mean 'sigmoid'"),
+        ({'scoring': 'sigmod'}, "scoring='sigmod'.*Did you mean `sigmoid`"),
         ({'groups': 3}, 'groups=3 must divide experts=8'),
         ({'groups': 4, 'top_groups': 5}, 'top_groups=5 must be from 1 to 4'),
         ({'groups': 4, 'top_groups': 1, 'top_k': 3}, 'top_k=3 exceeds the 2 experts'),
-        ({'precision': 'hi'}, "precision='hi' is not one of"),
+        ({'precision': 'hi'}, "precision='hi' is not known"),
         ({'shared_experts': -1}, 'shared_experts=-1'),
         ({'experts': 40000}, 'experts=40000'),
     ],

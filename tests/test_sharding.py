@@ -43,7 +43,7 @@ def test_rules_are_checked_and_kv_heads_follow_heads():
         'mlp': (),
     }
     assert sharding.make_rules() == sharding.DEFAULT_RULES
-    with pytest.raises(ValueError, match=r"'head', which no array has.*Did you mean 'heads'"):
+    with pytest.raises(ValueError, match=r"'head', which no array has.*Did you mean `heads`"):
         sharding.make_rules({'head': 'tensor'})
 
 

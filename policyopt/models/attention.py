@@ -19,7 +19,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from policyopt.models.config import ATTENTION, one_of
+from policyopt.checks import one_of
+from policyopt.models.config import ATTENTION
 from policyopt.sharding import DEFAULT_RULES, Rules, mesh_spec
 from policyopt.types import Array
 
@@ -201,10 +202,33 @@ def _splash(q, k, v, valid, segments, precision, rules):
         )
     # Half-precision products are exact already, and the kernel's compiler refuses to split them.
     name = precision.name.lower() if q.dtype.itemsize > 2 else 'default'
-    with jax.default_matmul_precision(name):
-        scaled = by_head(q * jnp.asarray(width**-0.5, q.dtype))
-        out = local(scaled, by_head(k), by_head(v), ids)
+    scaled = by_head(q * jnp.asarray(width**-0.5, q.dtype))
+    out = _at_precision(local, name)(scaled, by_head(k), by_head(v), ids)
     return out.transpose(0, 2, 1, 3)[:, :length].astype(q.dtype)
+
+
+def _at_precision(function: Any, name: str) -> Any:
+    """function with its matmuls at this precision, those of its own backward pass too.
+
+    A default precision holds for what is traced inside it, and the kernel's backward pass is traced
+    later, when the caller has left it.
+    """
+
+    @jax.custom_vjp
+    def wrapped(*args: Array) -> Array:
+        with jax.default_matmul_precision(name):
+            return function(*args)
+
+    def forward(*args: Array) -> tuple[Array, Any]:
+        with jax.default_matmul_precision(name):
+            return jax.vjp(function, *args)
+
+    def backward(pull: Any, cotangent: Array) -> Any:
+        with jax.default_matmul_precision(name):
+            return pull(cotangent)
+
+    wrapped.defvjp(forward, backward)
+    return wrapped
 
 
 def _kernel(heads: int, length: int, interpret: bool) -> Any:

@@ -17,8 +17,9 @@ class Cache:
     """Keys and values of the tokens seen so far.
 
     Attributes:
-      k: [L,B,S,KV,hd], rotated keys; entries at or past a row's length are unread.
-      v: [L,B,S,KV,hd], values.
+      k: [L,B,S,KV,hd], rotated keys.
+      v: [L,B,S,KV,hd], values. What stands at or past a row's length, NaN included, changes
+        nothing, here and in k.
       length: [B] int32, tokens of each row.
     """
 
@@ -43,11 +44,19 @@ def write(cache: Array, layer: Array, at: Array, new: Array) -> Array:
     return cache.at[layer, rows, at].set(new.astype(cache.dtype), mode='drop', unique_indices=True)
 
 
-def read(cache: Array, layer: Array, size: int) -> Array:
-    """The first `size` positions of a layer: cache [L,B,S,KV,hd] -> [B,size,KV,hd]."""
+def read(cache: Array, layer: Array, size: int, length: Array | None = None) -> Array:
+    """The first `size` positions of a layer: cache [L,B,S,KV,hd] -> [B,size,KV,hd].
+
+    With `length` [B], positions at or past it are 0. Attention gives values there the weight 0, and
+    0 x NaN would be NaN.
+    """
     _, rows, _, *rest = cache.shape
     start = (layer, *(0,) * (cache.ndim - 1))
-    return jax.lax.dynamic_slice(cache, start, (1, rows, size, *rest))[0]
+    out = jax.lax.dynamic_slice(cache, start, (1, rows, size, *rest))[0]
+    if length is None:
+        return out
+    written = jnp.arange(size) < length[:, None]
+    return jnp.where(written[:, :, None, None], out, 0)
 
 
 def places(cache: Cache, count: Array, width: int) -> Array:

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from policyopt.checks import one_of
 from policyopt.models.grouped_matmul import BACKENDS
-from policyopt.models.moe import MoEConfig
-from policyopt.sharding import nearest
+from policyopt.models.router import PRECISIONS, MoEConfig
 
 REMAT = ('none', 'full', 'dots')
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
-PRECISIONS = ('default', 'high', 'highest')
 ATTENTION = ('auto', 'blocked', 'splash', 'cudnn', 'xla')
-
-
-def one_of(field: str, value: Any, legal: tuple[str, ...]) -> None:
-    """Raise ValueError, naming the field and the nearest legal spelling, unless value is legal."""
-    if value not in legal:
-        raise ValueError(
-            f'{field}={value!r} is not known. Legal: {", ".join(legal)}.'
-            f'{nearest(str(value), legal)}'
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +36,12 @@ class RopeScaling:
 
     def __post_init__(self):
         one_of('rope_scaling.kind', self.kind, ('linear', 'llama3'))
+        if not self.factor > 0:
+            raise ValueError(f'rope_scaling.factor={self.factor} must be above 0')
+        if not 0 < self.low < self.high:
+            raise ValueError(
+                f'rope_scaling.low={self.low} must lie above 0 and below high={self.high}'
+            )
 
 
 @dataclasses.dataclass(frozen=True)

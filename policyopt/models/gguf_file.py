@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from policyopt.models.config import ModelConfig, RopeScaling, one_of
+from policyopt.checks import one_of
+from policyopt.models.config import ModelConfig, RopeScaling
 from policyopt.models.gguf_tokenizer import make_tokenizer
 from policyopt.models.names import Entry, entries
 from policyopt.models.tensors import FileTensor, Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from policyopt.models.config import one_of
+from policyopt.checks import one_of
 from policyopt.models.tokenizer import Tokenizer
 
 KINDS = ('gpt2', 'llama')

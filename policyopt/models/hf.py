@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from policyopt.models.config import ModelConfig, RopeScaling, one_of
+from policyopt.checks import one_of
+from policyopt.models.config import ModelConfig, RopeScaling
 from policyopt.models.moe import MoEConfig
 
 FAMILIES = ('llama', 'qwen2', 'qwen3', 'qwen3_moe', 'mixtral')
@@ -35,6 +36,17 @@ FIXED: dict[str, Any] = {
     'partial_rotary_factor': 1.0,
     'quantization_config': None,
 }
+# Settings of each kind of rotary scaling, in RopeScaling's order; each must be there.
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    'default': (),
+    'linear': ('factor',),
+    'llama3': (
+        'factor',
+        'low_freq_factor',
+        'high_freq_factor',
+        'original_max_position_embeddings',
+    ),
+}
 
 
 def read_config(data: Mapping[str, Any]) -> ModelConfig:
@@ -49,7 +61,7 @@ def read_config(data: Mapping[str, Any]) -> ModelConfig:
         return _read_own(data[OWN])
     get = {**DEFAULTS[str(family)], **{k: v for k, v in data.items() if v is not None}}
     _refuse(get)
-    theta, scaling = _read_rope(get)
+    theta, scaling = _read_rope(data, str(family))
     fields: dict[str, Any] = {
         'vocab_size': _size(get, 'vocab_size'),
         'embed_dim': _size(get, 'hidden_size'),
@@ -111,25 +123,60 @@ def _refuse(get: Mapping[str, Any]) -> None:
         raise ValueError(f'layer_types has {sorted(kinds)}; legal: full_attention')
 
 
-def _read_rope(get: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
-    rope = dict(get.get('rope_parameters') or get.get('rope_scaling') or {})
-    theta = rope.get('rope_theta', get.get('rope_theta', 10000.0))
-    kind = rope.get('rope_type', rope.get('type', 'default'))
-    one_of('rope_type', kind, ('default', 'linear', 'llama3'))
-    if rope.get('partial_rotary_factor', 1.0) != 1.0:
-        raise ValueError('partial_rotary_factor is not supported; legal: 1.0')
+def _read_rope(data: Mapping[str, Any], family: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
+
+    A checkpoint may spell them both ways; it must then say the same twice.
+    """
+    found = {k: _rope(k, data[k]) for k in ('rope_parameters', 'rope_scaling') if data.get(k)}
+    scalings = [dict(rope, rope_theta=None) for rope in found.values()]
+    if len(scalings) == 2 and scalings[0] != scalings[1]:
+        raise ValueError(
+            f'rope_parameters={data["rope_parameters"]!r} and rope_scaling='
+            f'{data["rope_scaling"]!r} disagree; legal: one of them, or the same in both'
+        )
+    bases = {'rope_theta': data.get('rope_theta')}
+    bases |= {f'{name}.rope_theta': rope.get('rope_theta') for name, rope in found.items()}
+    bases = {name: _float(name, base) for name, base in bases.items() if base is not None}
+    if len(set(bases.values())) > 1:
+        raise ValueError(f'rotary bases disagree: {bases}')
+    theta = next(iter(bases.values()), DEFAULTS[family].get('rope_theta', 10000.0))
+    rope = next(iter(found.values()), {'rope_type': 'default'})
+    kind = rope['rope_type']
     if kind == 'default':
         return theta, None
+    factor, *llama3 = (_float(name, rope.get(name)) for name in ROPE_FIELDS[kind])
     if kind == 'linear':
-        return theta, RopeScaling('linear', rope['factor'])
-    return theta, RopeScaling(
-        'llama3',
-        rope['factor'],
-        rope['low_freq_factor'],
-        rope['high_freq_factor'],
-        rope['original_max_position_embeddings'],
-    )
+        return theta, RopeScaling(kind, factor)
+    low, high, original = llama3
+    return theta, RopeScaling(kind, factor, low, high, int(original))
+
+
+def _rope(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """One spelling of the rotary settings, checked, with its kind as `rope_type`."""
+    rope = {name: value for name, value in given.items() if value is not None}
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            raise ValueError(
+                f'{where}[{name!r}]={value!r}: settings by type of layer are not supported; '
+                'legal: one setting for all layers'
+            )
+    kinds = {name: rope.pop(name) for name in ('rope_type', 'type') if name in rope}
+    kind = next(iter(kinds.values()), 'default')
+    if len(set(kinds.values())) > 1:
+        raise ValueError(f'{where}: rope_type and type disagree: {kinds}')
+    one_of(f'{where}.rope_type', kind, tuple(ROPE_FIELDS))
+    if rope.pop('partial_rotary_factor', 1.0) != 1.0:
+        raise ValueError(f'{where}.partial_rotary_factor is not supported; legal: 1.0')
+    for name in rope:
+        one_of(f'a key of {where} of rope_type {kind!r}', name, ('rope_theta', *ROPE_FIELDS[kind]))
+    return {'rope_type': kind, **rope}
+
+
+def _float(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f'config.json: rotary setting {name}={value!r} must be a number')
+    return float(value)
 
 
 def _size(get: Mapping[str, Any], name: str) -> int:
@@ -181,7 +228,13 @@ def _expressed(config: ModelConfig, family: str) -> bool:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Contents of config.json; `read_config` of it gives the same model."""
+    """Contents of config.json; `read_config` of it gives the same function of the same params.
+
+    Kept are the architecture, sizes, scalar heads, `max_length`, token ids and `param_dtype`. How
+    to compute is not: `precision`, `moe.precision`, `remat`, `attention` and `moe_backend` are
+    read back as the defaults, except for model_type 'policyopt', which keeps them; `dtype` is read
+    back as the type of the tensors, and an empty `family` as the family that was chosen.
+    """
     family = family_of(config)
     if family == OWN:
         return {'model_type': OWN, OWN: {**dataclasses.asdict(config), 'family': OWN}}

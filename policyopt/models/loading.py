@@ -16,17 +16,40 @@ import numpy as np
 from flax import traverse_util
 from jax.experimental import multihost_utils
 
+from policyopt import checks
 from policyopt.models import gguf_file, hf
 from policyopt.models.config import ModelConfig
 from policyopt.models.names import Entry, entries
-from policyopt.models.tensors import FileTensor, open_safetensors, read, to_file, write_safetensors
+from policyopt.models.tensors import (
+    FileTensor,
+    open_safetensors,
+    read,
+    to_file,
+    write_safetensors,
+    write_text,
+)
 from policyopt.models.tokenizer import read_tokenizer
 from policyopt.models.transformer import Model, Params, build
-from policyopt.sharding import nearest, param_shardings
+from policyopt.sharding import param_shardings
 
 # Constants that old checkpoints store beside the weights; the config says the same.
 CONSTANTS = ('rotary_emb.inv_freq',)
 SHARD_BYTES = 5 * 10**9
+# Fields of ModelConfig that `load` may set: how to compute, not what the tensors are.
+OVERRIDES = (
+    'dtype',
+    'param_dtype',
+    'precision',
+    'remat',
+    'attention',
+    'moe_backend',
+    'value_head',
+    'reward_head',
+    'max_length',
+    'bos_id',
+    'pad_id',
+    'eos_ids',
+)
 
 
 def load(
@@ -43,12 +66,15 @@ def load(
         .gguf file of a Llama, Qwen2 or Qwen3 model.
       mesh: devices to spread the params over by the rules; None: the default device.
       rules: logical axis to mesh axis (`sharding.make_rules`); the model keeps them.
-      **overrides: fields of ModelConfig, such as dtype, param_dtype, remat, attention or
-        value_head. `dtype` and `param_dtype` are the checkpoint's by default. A scalar head that
-        is asked for and not in the checkpoint starts at zero.
+      **overrides: fields of ModelConfig that change no tensor of the file: those in OVERRIDES.
+        `dtype` and `param_dtype` are by default the narrowest type that holds every tensor of the
+        checkpoint exactly: tensors stored narrower than others are widened, none is rounded. A
+        `param_dtype` that is given rounds to it. A scalar head that is asked for and not in the
+        checkpoint starts at zero.
 
     Raises FileNotFoundError, and ValueError naming the tensor, the config field or the override.
     """
+    _check_overrides(overrides)
     source = pathlib.Path(source)
     if source.suffix == '.gguf':
         config, tensors, listed, tokenizer = gguf_file.read(source)
@@ -61,17 +87,36 @@ def load(
         listed = list(entries(config, config.family))
         tokenizer = read_tokenizer(source)
     _check(tensors, listed, str(source), config.tied)
-    stored = tensors[listed[0].name].dtype.name
+    stored = _widest(tensors[entry.name].dtype for entry in listed)
     config = _override(config, {'dtype': stored, 'param_dtype': stored, **overrides})
+    if config.param_dtype == 'float64' and not jax.config.read('jax_enable_x64'):
+        raise ValueError(
+            "param_dtype='float64' needs jax_enable_x64; legal without it: float32 and narrower"
+        )
     model = build(config, tokenizer, rules)
     return model, _place(model, tensors, listed, mesh)
 
 
-def _override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+def _check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that is no override: the file fixes what its tensors mean."""
     fields = [field.name for field in dataclasses.fields(ModelConfig)]
     for name in overrides:
-        if name not in fields:
-            raise ValueError(f'load() has no override {name!r}.{nearest(name, fields)}')
+        if name not in OVERRIDES:
+            fixed = ': the checkpoint fixes it' if name in fields else ''
+            raise ValueError(
+                f'load() has no override {name!r}{fixed}.{checks.nearest(name, OVERRIDES)}'
+            )
+
+
+def _widest(dtypes: Iterable[np.dtype]) -> str:
+    """Narrowest float type that holds numbers of all these exactly."""
+    return np.dtype(functools.reduce(jnp.promote_types, dtypes)).name
+
+
+def _override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+    for name in ('value_head', 'reward_head'):
+        if getattr(config, name) and not overrides.get(name, True):
+            raise ValueError(f'{name}={overrides[name]!r}: the checkpoint has one; legal: True')
     return dataclasses.replace(config, **overrides)
 
 
@@ -86,7 +131,7 @@ def _check(tensors: Mapping[str, FileTensor], listed: list[Entry], source: str, 
     for what, names in (('lacks', missing), ('has no use for', extra)):
         if names:
             shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if names[5:] else '')
-            hint = nearest(names[0], extra if what == 'lacks' else missing)
+            hint = checks.hint(names[0], extra if what == 'lacks' else missing)
             raise ValueError(f'{source}: the model {what} {shown}.{hint}')
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:
@@ -191,16 +236,22 @@ def save(
 ) -> None:
     """Write a Hugging Face folder: config.json, safetensors and, where there is one, tokenizer.
 
-    `load` of it gives the same bits. Tensors are fetched and written one at a time; more than
+    `load` of it gives the same params bit for bit, and the same function; what of the config
+    survives is said at `hf.write_config`. Tensors are fetched and written one at a time; more than
     `shard_bytes` of them become several files and an index. With several processes the first one
     writes, to a folder that it can reach. A model that no Hugging Face family can express (shared
     experts, sigmoid routing) is written with model_type 'policyopt'.
+
+    Weights of an earlier model in the folder (model.safetensors, model-N-of-M.safetensors and
+    their index) are replaced or removed. config.json goes first and comes last: a folder where
+    saving was interrupted cannot be loaded.
+
+    Raises ValueError, before anything is written, naming the parameter that the model lacks, or
+    whose shape or dtype is not the model's.
     """
     folder, config = pathlib.Path(folder), model.config
     flat = _flat(params)
-    wanted = _flat(model.shapes())
-    for path in sorted(set(flat) ^ set(wanted)):
-        raise ValueError(f'params and the model differ in {".".join(path)!r}')
+    _check_params(flat, _flat(model.shapes()))
     dtypes = {path: np.dtype(leaf.dtype) for path, leaf in flat.items()}
     listed = list(entries(config, hf.family_of(config)))
     stream = _fetch(flat, listed)
@@ -209,11 +260,24 @@ def save(
             pass
         return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / 'config.json').write_text(json.dumps(hf.write_config(config), indent=2) + '\n')
+    (folder / 'config.json').unlink(missing_ok=True)
     shapes = {entry.name: (entry.how.file, dtypes[entry.path]) for entry in listed}
     write_safetensors(folder, shapes, stream, shard_bytes)
     if hasattr(model.tokenizer, 'save'):
         model.tokenizer.save(folder)
+    write_text(folder / 'config.json', json.dumps(hf.write_config(config), indent=2) + '\n')
+
+
+def _check_params(flat: Mapping[tuple[str, ...], Any], wanted: Mapping[tuple[str, ...], Any]):
+    for path in sorted(set(flat) ^ set(wanted)):
+        raise ValueError(f'params and the model differ in {".".join(path)!r}')
+    for path, leaf in flat.items():
+        for what in ('shape', 'dtype'):
+            found, legal = getattr(leaf, what), getattr(wanted[path], what)
+            if found != legal:
+                raise ValueError(
+                    f'parameter {".".join(path)!r} has {what} {found}; the model says {legal}'
+                )
 
 
 def _fetch(

@@ -14,12 +14,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from policyopt.checks import one_of
 from policyopt.models import grouped_matmul as gm
 from policyopt.models.router import (
     MoEConfig,
     Routes,
     balance,
-    check_choice,
     route,
     routing_dtype,
 )
@@ -95,7 +95,7 @@ def choose_backend(backend: str | None) -> str:
     """The named backend, the platform's for None; raises for an unknown name."""
     if backend is None:
         return gm.default_backend()
-    check_choice('backend', backend, gm.BACKENDS)
+    one_of('backend', backend, gm.BACKENDS)
     return backend
 
 

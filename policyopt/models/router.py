@@ -13,20 +13,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from policyopt.sharding import nearest
+from policyopt.checks import one_of
 from policyopt.types import Array, Mean
 
 SCORINGS = ('softmax', 'sigmoid')
 PRECISIONS = ('default', 'high', 'highest')
-
-
-def check_choice(field: str, value: Any, legal: tuple[str, ...]) -> None:
-    """Raise ValueError naming the field, the legal values and the nearest one."""
-    if value not in legal:
-        raise ValueError(
-            f'{field}={value!r} is not one of {", ".join(map(repr, legal))}.'
-            f'{nearest(str(value), legal)}'
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +58,8 @@ class MoEConfig:
     precision: str = 'highest'
 
     def __post_init__(self):
-        check_choice('scoring', self.scoring, SCORINGS)
-        check_choice('precision', self.precision, PRECISIONS)
+        one_of('scoring', self.scoring, SCORINGS)
+        one_of('precision', self.precision, PRECISIONS)
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f'top_k={self.top_k} must be from 1 to experts={self.experts}.')
         if self.experts > 2**15:
@@ -149,6 +140,7 @@ def replay_experts(live: Array, routing: Array, experts: int) -> Array:
     each.
     """
     chex.assert_equal_shape([live, routing])
+    chex.assert_type(routing, int)
     routing = routing.astype(jnp.int32)
     known = (routing >= 0) & (routing < experts)
     unused = ~jnp.any((live[:, :, None] == routing[:, None, :]) & known[:, None, :], axis=-1)
@@ -214,6 +206,9 @@ def route(
     always come from the live router over the experts used, so d loss / d router is the gradient of
     the same function that a replayed forward computes. Tokens that are not valid [N] get -1 and
     weight 0; what stands in them, NaN included, reaches neither statistics nor gradients.
+
+    Raises AssertionError for a routing that is not of an integer type. What it can't check under
+    jit is that its ids are experts: `scoring.check_routing` does, on the host.
     """
     chex.assert_rank([x, router], 2)
     chex.assert_shape(router, (config.experts, x.shape[1]))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import pathlib
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -26,6 +28,10 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 1 << 22  # bytes of a tensor held while it is copied into place
 INDEX = 'model.safetensors.index.json'
+# What `write_safetensors` may leave in a folder.
+WEIGHTS = re.compile(
+    r'model(-\d{5}-of-\d{5})?\.safetensors(\.partial)?|model\.safetensors\.index\.json(\.partial)?'
+)
 
 
 class FileTensor(NamedTuple):
@@ -108,20 +114,39 @@ def to_file(parameter: np.ndarray, how: Layout) -> np.ndarray:
 
 
 def _safetensors_file(path: pathlib.Path) -> dict[str, FileTensor]:
+    """Name -> tensor; raises ValueError naming the file where it is cut short or no such file."""
+    length = path.stat().st_size
     with open(path, 'rb') as file:
-        (size,) = struct.unpack('<Q', file.read(8))
-        header = json.loads(file.read(size))
+        start = file.read(8)
+        if start == b'version ':
+            raise ValueError(f'{path} is a Git LFS pointer, not the tensors: run git lfs pull')
+        size = struct.unpack('<Q', start)[0] if len(start) == 8 else length
+        if 8 + size > length:
+            raise ValueError(
+                f'{path} has {length} bytes, fewer than its header: cut short, or not safetensors'
+            )
+        try:
+            header = dict(json.loads(file.read(size)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f'{path}: the header is not JSON of tensors: {error}') from None
     header.pop('__metadata__', None)
     out = {}
     for name, entry in header.items():
-        if entry['dtype'] not in DTYPES:
+        where = f'tensor {name!r} in {path}'
+        try:
+            kind, shape = entry['dtype'], tuple(operator.index(n) for n in entry['shape'])
+            begin, end = (operator.index(at) for at in entry['data_offsets'])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f'{where}: the header entry {entry!r} is broken: {error!r}') from None
+        if kind not in DTYPES:
+            raise ValueError(f'{where} has dtype {kind}; legal: {", ".join(DTYPES)}')
+        dtype = DTYPES[kind]
+        if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f'{where}: {end - begin} bytes at {begin} for shape {shape}')
+        if 8 + size + end > length:
             raise ValueError(
-                f'tensor {name!r} in {path} has dtype {entry["dtype"]}; legal: {", ".join(DTYPES)}'
+                f'{where} ends at byte {8 + size + end}, but the file at {length}: cut short'
             )
-        dtype, shape = DTYPES[entry['dtype']], tuple(entry['shape'])
-        begin, end = entry['data_offsets']
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f'tensor {name!r} in {path}: {end - begin} bytes for shape {shape}')
         out[name] = FileTensor(shape, dtype, _reader(path, 8 + size + begin, dtype, shape))
     return out
 
@@ -143,14 +168,21 @@ def _reader(
 
 
 def open_safetensors(folder: pathlib.Path) -> dict[str, FileTensor]:
-    """Name -> tensor of a folder's model.safetensors, or of the files that its index names."""
+    """Name -> tensor of a folder's model.safetensors, or of the files that its index names.
+
+    Raises FileNotFoundError, and ValueError naming the file and the tensor that is cut short, has
+    another dtype or is not where the index says.
+    """
     index = folder / INDEX
     if not index.exists():
         single = folder / 'model.safetensors'
         if not single.exists():
             raise FileNotFoundError(f'{folder} has neither model.safetensors nor {INDEX}')
         return _safetensors_file(single)
-    weight_map = json.loads(index.read_text())['weight_map']
+    try:
+        weight_map = dict(json.loads(index.read_text())['weight_map'])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'{index} is not JSON with a weight_map: {error!r}') from None
     out: dict[str, FileTensor] = {}
     for name in sorted(set(weight_map.values())):
         held = _safetensors_file(folder / name)
@@ -164,6 +196,13 @@ def open_safetensors(folder: pathlib.Path) -> dict[str, FileTensor]:
     return out
 
 
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Write a file beside its name and move it there when complete."""
+    partial = path.with_name(f'{path.name}.partial')
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
 def write_safetensors(
     folder: pathlib.Path,
     shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
@@ -172,7 +211,8 @@ def write_safetensors(
 ) -> None:
     """Write tensors, which come in the order of `shapes`, as one file or as an index and shards.
 
-    A file is written beside its name and moved there when complete.
+    A file is written beside its name and moved there when complete. Then files of those names
+    that an earlier model left are removed.
     """
     shards: list[dict[str, Any]] = [{}]
     held = total = 0
@@ -206,6 +246,8 @@ def write_safetensors(
     if count > 1:
         weight_map = {name: f for f, header in zip(names, shards, strict=True) for name in header}
         index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n')
-    else:
-        (folder / INDEX).unlink(missing_ok=True)  # of an earlier, sharded model
+        write_text(folder / INDEX, json.dumps(index, indent=2) + '\n')
+        names.append(INDEX)
+    for path in folder.iterdir():
+        if WEIGHTS.fullmatch(path.name) and path.name not in names:
+            path.unlink()

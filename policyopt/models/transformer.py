@@ -217,7 +217,7 @@ class Model:
 
         def mix(layer, state, q, k, v):
             keys, values = write(state[0], layer, at, k), write(state[1], layer, at, v)
-            seen = [read(x, layer, size) for x in (keys, values)]
+            seen = read(keys, layer, size), read(values, layer, size, cache.length + count)
             return attend(q, *seen, offset=cache.length), (keys, values)
 
         valid = jnp.arange(width)[None] < count[:, None]
@@ -289,6 +289,7 @@ class Model:
 def _check_routing(config: ModelConfig, x: Array, routing: Array) -> None:
     if config.moe is None:
         raise ValueError('routing is given, but the model has no mixture-of-experts layer')
+    chex.assert_type(routing, int)
     chex.assert_shape(routing, (*x.shape[:2], config.kinds.count('moe'), config.moe.top_k))
 
 
