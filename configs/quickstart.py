@@ -23,6 +23,10 @@ def get_config(argument=None):
         make quickstart
         python -m policyopt.train --config=configs/quickstart.py:algorithm=gspo --workdir=runs/gspo
 
+    GRPO, two cores: about three and a half CPU minutes after set-up. Held-out accuracy (greedy, 512
+    problems) measured before and after RL: seed 0 from 40.4 % to 70.3 %, seed 1 from 42.4 % to
+    58.2 %; how much a run gains depends on its warm start, which took 450 and 750 steps there.
+
     The argument is `algorithm=NAME` (any of policyopt.algorithms, or an import path) and
     `tiny=true` (two RL steps of a toy, in seconds, for tests), separated by commas.
     """
