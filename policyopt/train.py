@@ -381,7 +381,11 @@ def main(argv: list[str]) -> None:
         setup = start(_CONFIG.value.to_dict(), workdir)
     except (ValueError, TypeError) as error:  # what is wrong with the settings; no traceback needed
         raise SystemExit(f'{type(error).__name__}: {error}') from error
-    run(setup, workdir)
+    try:
+        run(setup, workdir)
+    except KeyboardInterrupt:
+        print(f'interrupted; what was recorded is in {workdir}')
+        raise SystemExit(130) from None
 
 
 if __name__ == '__main__':
