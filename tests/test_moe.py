@@ -217,7 +217,7 @@ def test_backends_lower_for_accelerators():
 def test_unknown_backend_and_missing_parts_are_named():
     params = reference.random_params(np.random.default_rng(0), CONFIG, WIDTH, INNER)
     x = np.ones((4, WIDTH), np.float32)
-    with pytest.raises(ValueError, match="backend='blockd'.*'blocked'"):
+    with pytest.raises(ValueError, match="backend='blockd'.*`blocked`"):
         moe_layer(x, params, CONFIG, backend='blockd')
     with pytest.raises(ValueError, match="shared_experts=1, but params\\['shared'\\] is absent"):
         moe_layer(x, params, MoEConfig(experts=6, top_k=2, shared_experts=1))

@@ -135,10 +135,11 @@ def test_full_config_is_legal_and_its_splits_are_disjoint():
 
 
 def test_every_field_of_the_config_has_a_reader():
-    """Each field of each section is read, as `.field`, somewhere outside its class."""
+    """Each field of each section is read, as `.field`, beyond the check that it is legal."""
     text = ''
     for path in (ROOT / 'policyopt').rglob('*.py'):
-        text += re.sub(r'@dataclasses.dataclass.*?(?=\n\n\n|\Z)', '', path.read_text(), flags=re.S)
+        code = re.sub(r'""".*?"""', '', path.read_text(), flags=re.S)
+        text += re.sub(r'def __post_init__.*?(?=\n\n)', '', code, flags=re.S)
     sections = [train.RunConfig]
     for section in sections:
         hints = {f.name: f for f in dataclasses.fields(section)}
