@@ -190,7 +190,7 @@ def test_sharded_index_is_written_and_read(tmp_path):
     models.save(model, params, tmp_path, shard_bytes=200_000)
     kept = json.loads((tmp_path / tensors_lib.INDEX).read_text())['weight_map'].values()
     assert len(set(kept)) < len(files)
-    other = {'config.json', 'adapter_model.safetensors'}
+    other = {'config.json', 'generation_config.json', 'adapter_model.safetensors'}
     assert {path.name for path in tmp_path.iterdir()} == {*kept, tensors_lib.INDEX, *other}
     models.save(model, params, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'model.safetensors', *other}

@@ -73,7 +73,8 @@ class ModelConfig:
         where the hardware would round its inputs.
       remat: 'none' keeps every activation, 'dots' keeps matmul results, 'full' keeps layer inputs.
       attention: backend by name; 'auto' is chosen by platform.
-      bos_id, pad_id, eos_ids: special tokens, kept with the checkpoint.
+      bos_id, pad_id: special tokens, kept with the checkpoint; None where it names none.
+      eos_ids: every id that ends a text, likewise; () where the checkpoint names none.
       family: `model_type` to save as; '' chooses one from the features.
     """
 

@@ -1,7 +1,8 @@
 """Header of a GGUF file: its fields, and where each tensor lies.
 
     'GGUF', uint32 version, uint64 tensors, uint64 fields
-    fields: string key, uint32 type, value: number, string, or array (uint32 type, uint64 count, ...)
+    fields: string key, uint32 type, and a number, a string, or an array: uint32 type, uint64 count
+        and as many numbers or strings
     tensors: string name, uint32 rank, rank x uint64 sizes (fastest first), uint32 type, uint64
         offset from the start of the data
     padding to general.alignment (32 where no field says otherwise), data

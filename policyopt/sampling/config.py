@@ -61,7 +61,7 @@ class SamplingConfig:
       top_p: keeps the shortest prefix of the most probable tokens with this mass; 1 does not.
       min_p: keeps tokens with at least this share of the largest probability; 0 does not.
       support_size: K. Set alone it truncates to the K most probable.
-      eos_id: id that ends a row; None takes the tokenizer's, else those of the model's config; -1
+      eos_id: id that ends a row; None takes the tokenizer's and those of the model's config; -1
         lets every row run to its limit.
       stop_ids: further ids that end a row, kept as its last token.
       allowed_ids: the only ids that may be drawn; None allows all.
@@ -202,13 +202,12 @@ class EngineConfig:
 
 
 def eos_ids(model: Any, config: SamplingConfig) -> tuple[int, ...]:
-    """Ids that end a row: the config's, else the tokenizer's, else those of the model's config."""
+    """Ids that end a row: the config's, else the tokenizer's and those of the model's config."""
     if config.eos_id is not None:
         return () if config.eos_id == -1 else (config.eos_id,)
     found = getattr(getattr(model, 'tokenizer', None), 'eos_id', None)
-    if found is not None:
-        return (int(found),)
-    return tuple(getattr(model.config, 'eos_ids', ()))
+    first = () if found is None else (int(found),)
+    return tuple(dict.fromkeys((*first, *getattr(model.config, 'eos_ids', ()))))
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
