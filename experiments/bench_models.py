@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from jax.nn import logsumexp
 from rich.console import Console
 from rich.table import Table
 
@@ -76,8 +77,10 @@ def step_of(config: models.ModelConfig) -> tuple[models.Model, Callable[..., Any
     model = models.build(config)
 
     def loss(params: Any, tokens: Any) -> Any:
-        logp = jax.nn.log_softmax(model.apply(params, tokens).logits[:, :-1])
-        return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
+        logits = model.apply(params, tokens).logits
+        target = jnp.roll(tokens, -1, axis=1)[:, :, None]
+        logp = jnp.take_along_axis(logits, target, axis=-1)[..., 0] - logsumexp(logits, axis=-1)
+        return -jnp.mean(logp[:, :-1])
 
     return model, jax.value_and_grad(loss)
 
