@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +14,12 @@ from tokenizers import models as tokenizer_models
 from policyopt import models
 from policyopt.sampling import SamplingConfig
 from policyopt.sampling.config import eos_ids
-
-GOLDEN = pathlib.Path(__file__).parent / 'data' / 'hf'
+from tests.checkpoints import GOLDEN, copy
 
 
 def folder(path, family='qwen3', config=None, generation=None, tokenizer=None, tensors=None):
     """A golden checkpoint with changes; `tokenizer` is its tokenizer_config.json."""
-    shutil.copytree(GOLDEN / family, path)
-    data = json.loads((path / 'config.json').read_text()) | (config or {})
-    (path / 'config.json').write_text(json.dumps(data))
+    copy(family, path, lambda data: data.update(config or {}), tensors)
     if generation is not None:
         (path / 'generation_config.json').write_text(json.dumps(generation))
     if tokenizer is not None:
@@ -33,10 +28,6 @@ def folder(path, family='qwen3', config=None, generation=None, tokenizer=None, t
             str(path / 'tokenizer.json')
         )
         (path / 'tokenizer_config.json').write_text(json.dumps(tokenizer))
-    if tensors:
-        held = safetensors.numpy.load_file(path / 'model.safetensors')
-        tensors(held)
-        safetensors.numpy.save_file(held, path / 'model.safetensors')
     return path
 
 
