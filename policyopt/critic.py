@@ -161,7 +161,7 @@ def token_values(model: Any, params: Any, hidden: Array, mask: Array) -> Array:
     What stands in states that predict no token of the mask, NaN included, reaches no gradient.
     """
     chex.assert_equal_shape_prefix([hidden, mask], 2)
-    active = (mask != 0).at[:, 0].set(False)
+    active = (jnp.asarray(mask) != 0).at[:, 0].set(False)
     states = masked.select(jnp.roll(active, -1, axis=1)[:, :, None], hidden)
     return masked.select(active, jnp.roll(model.value(params, states), 1, axis=1))
 

@@ -181,7 +181,7 @@ def bucketed(job: Job, buckets: LengthBuckets, rules: Rules) -> Update:
     """
     begin = jax.jit(job.begin)
     start = jax.jit(functools.partial(zeros, job))
-    finish = jax.jit(job.finish, donate_argnums=(0, 1))
+    finish = jax.jit(job.finish, donate_argnums=0)
     together = jax.jit(add)
 
     @functools.partial(jax.jit, static_argnames='width', donate_argnums=(0, 1))
