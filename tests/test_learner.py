@@ -191,6 +191,7 @@ def test_natural_gradient_through_the_same_update(natural):
 
 def test_natural_gradient_is_the_rule_on_the_whole_minibatch(natural):
     model, params, batch, _, state, _ = natural
+    batch = jax.tree.map(jnp.asarray, batch)
     mask, tokens = batch.mask > 0, float(batch.mask.sum())
 
     def logp(params):
