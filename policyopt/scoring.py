@@ -44,6 +44,7 @@ __all__ = [
     'check_routing',
     'check_support',
     'score',
+    'score_and_hidden',
     'score_hidden',
     'support_logp_entropy',
     'token_logp_entropy',
@@ -78,22 +79,42 @@ def score(
 
     Returns and raises as `score_hidden`.
     """
-    tokens, length = batch.tokens, getattr(batch, 'length', None)
-    chex.assert_rank(tokens, 2)
-    valid = None if length is None else jnp.arange(tokens.shape[1]) < length[:, None]
-    routing = getattr(batch, 'routing', None) if replay_routing else None
-    hidden = model.hidden(params, tokens, valid=valid, routing=routing).hidden
-    return score_hidden(
+    scores, _ = score_and_hidden(
         model,
         params,
-        hidden,
         batch,
         temperature=temperature,
         chunk=chunk,
         entropy=entropy,
         allowed=allowed,
         replay_support=replay_support,
+        replay_routing=replay_routing,
     )
+    return scores
+
+
+def score_and_hidden(
+    model: Any, params: Any, batch: Any, *, replay_routing: bool = True, **options: Any
+) -> tuple[Scores, Any]:
+    """`score`, with the `models.Hidden` of the same forward pass.
+
+    For what a mixture of experts has beside log-probs: `hidden.aux` holds the load-balance loss and
+    the router z-loss, differentiable, and `hidden.routing` [B,T,L,k] the experts used. Recorded
+    here under the old parameters, with `replay_routing=False`, and put into the batch, that routing
+    is replayed by later calls: the trainer's own routing, where a rollout's comes from the sampler.
+
+    Args:
+      model, params, batch, replay_routing: as `score`.
+      **options: as `score_hidden`.
+
+    Raises as `score_hidden`.
+    """
+    tokens, length = batch.tokens, getattr(batch, 'length', None)
+    chex.assert_rank(tokens, 2)
+    valid = None if length is None else jnp.arange(tokens.shape[1]) < length[:, None]
+    routing = getattr(batch, 'routing', None) if replay_routing else None
+    hidden = model.hidden(params, tokens, valid=valid, routing=routing)
+    return score_hidden(model, params, hidden.hidden, batch, **options), hidden
 
 
 def score_hidden(
@@ -108,7 +129,7 @@ def score_hidden(
     allowed: Array | None = None,
     replay_support: bool = True,
 ) -> Scores:
-    """The part of `score` after the trunk, for callers that use the trunk's routing or losses too.
+    """The part of `score` after the trunk, for callers that have hidden states already.
 
     tokens[b,t] is scored from hidden[b,t-1]. Positions with mask 0, and the first token of a row,
     which nothing predicts, give 0 and no gradient, whatever their hidden state is. Active positions

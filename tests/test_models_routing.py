@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core as jax_core
 
 from policyopt import models
 from policyopt.models import router
@@ -53,6 +54,27 @@ def test_routing_that_is_not_integer_is_refused():
         model.hidden(params, TOKENS, routing=jnp.zeros((4, 16, 2, 2)))
     with pytest.raises(AssertionError, match='type'):
         router.replay_experts(jnp.zeros((3, 2), int), jnp.zeros((3, 2)), 6)
+
+
+def equations(jaxpr):
+    """Every equation, inner functions and loop bodies included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax_core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def test_router_of_a_bfloat16_model_computes_in_float32():
+    model = models.build(dataclasses.replace(CONFIG, dtype='bfloat16'))
+    jaxpr = jax.make_jaxpr(model.hidden)(model.shapes(), TOKENS)
+    found = [
+        equation
+        for equation in equations(jaxpr.jaxpr)
+        if equation.primitive.name == 'dot_general'
+        and equation.outvars[0].aval.shape == (TOKENS.size, CONFIG.moe.experts)
+    ]
+    assert len(found) == 1  # the layers are one loop
+    assert {v.aval.dtype for v in (*found[0].invars, *found[0].outvars)} == {jnp.dtype('float32')}
 
 
 def test_after_an_update_replay_keeps_the_sets_that_native_routing_changes():

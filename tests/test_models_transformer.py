@@ -145,6 +145,49 @@ def test_stacks_run_layers_in_order(kinds):
             np.testing.assert_array_equal(record['more'], at if kind == 'b' else [0] * len(at))
 
 
+DEPTHS = {
+    'dense': lambda n: {},
+    'dense first': lambda n: dict(moe_layers=tuple(range(2, n))),
+    'alternating': lambda n: dict(moe_layers=tuple(range(1, n, 2))),
+}
+
+
+@pytest.mark.parametrize('name', DEPTHS)
+def test_the_program_does_not_grow_with_depth(name):
+    def step(layers):
+        config = dataclasses.replace(BASE, num_layers=layers, remat='full')
+        if name != 'dense':
+            config = dataclasses.replace(config, moe=MOE, expert_dim=12, **DEPTHS[name](layers))
+        model = models.build(config)
+
+        def loss(params, tokens):
+            return jnp.sum(model.apply(params, tokens).logits ** 2)
+
+        return jax.jit(jax.value_and_grad(loss)).lower(
+            model.shapes(), jax.ShapeDtypeStruct((2, 8), jnp.int32)
+        )
+
+    few, many = step(6), step(12)
+    lines = [len(lowered.as_text().splitlines()) for lowered in (few, many)]
+    assert lines[0] == lines[1]
+    if name == 'dense':  # what the compiler makes of it, too
+        counts = [lowered.compile().as_text().count(' = ') for lowered in (few, many)]
+        assert counts[0] == counts[1]
+
+
+@pytest.mark.filterwarnings('ignore:Explicitly requested dtype')
+def test_float64_models_need_x64():
+    config = dataclasses.replace(BASE, dtype='float64', param_dtype='float64')
+    model = models.build(config)
+    with jax.enable_x64(True):
+        assert model.shapes()['embed'].dtype == jnp.float64
+        params = model.shapes()
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    for call in (model.shapes, lambda: jax.eval_shape(model.hidden, params, tokens)):
+        with pytest.raises(ValueError, match="dtype='float64' needs jax_enable_x64"):
+            call()
+
+
 @functools.cache
 def replayed_gradients(remat):
     config = dataclasses.replace(

@@ -206,12 +206,18 @@ def test_blocks_are_smaller_for_few_tokens(entries, experts, rows):
     assert gm.block_rows(entries, experts) == rows
 
 
-def test_backends_lower_for_accelerators():
+@pytest.mark.parametrize('platform', ['tpu', 'cuda'])
+@pytest.mark.parametrize(('backend', 'marker'), [('ragged', 'ragged_dot'), ('blocked', 'while')])
+def test_backends_lower_for_accelerators_with_their_gradients(backend, marker, platform):
     params = reference.random_params(np.random.default_rng(0), CONFIG, WIDTH, INNER)
-    layer = jax.jit(functools.partial(moe_layer, config=CONFIG, backend='ragged'))
     x = jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)
-    exported = jax.export.export(layer, platforms=['tpu'])(x, params)
-    assert exported.mlir_module().count('chlo.ragged_dot') >= 3
+
+    def loss(x, params):
+        return jnp.sum(moe_layer(x, params, CONFIG, backend=backend)[0] ** 2)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    exported = jax.export.export(step, platforms=[platform])(x, params)
+    assert exported.mlir_module().count(marker) >= (9 if backend == 'ragged' else 2)
 
 
 def test_unknown_backend_and_missing_parts_are_named():

@@ -207,6 +207,29 @@ def test_padding_lands_nowhere_and_counts_nowhere():
         assert int(routes.stats.tokens) == 30
 
 
+def test_router_is_float32_whatever_the_dtype_of_its_input():
+    # Logits of some 100 that differ by .02: in bfloat16, whose steps are .5 there, they are equal.
+    config = MoEConfig(experts=8, top_k=2, renormalise=False)
+    rng = np.random.default_rng(9)
+    x = jnp.asarray(rng.normal(size=(64, 16)), jnp.bfloat16)
+    router = rng.normal(size=(8, 16)) * 1e-3
+    router[:, 0], x = 100, x.at[:, 0].set(1)
+    router = router.astype(np.float32)
+    routes = route(x, router, None, config)
+    logits = np.asarray(x, np.float64) @ router.T.astype(np.float64)
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    order = np.argsort(-logits, axis=1)[:, :2]
+    clear = np.diff(np.sort(logits, axis=1)[:, -3:], axis=1).min(1) > 1e-4  # above float32's steps
+    assert clear.sum() > 40
+    np.testing.assert_array_equal(np.asarray(routes.experts)[clear], order[clear])
+    wanted = np.take_along_axis(p, order, axis=1)
+    assert routes.weights.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(routes.weights)[clear], wanted[clear], rtol=1e-4)
+    low = jnp.argsort(-(x @ router.T.astype(jnp.bfloat16)), axis=1)[:, :2]
+    assert (np.asarray(low) != order)[clear].mean() > 0.5
+
+
 def test_balance_is_switch_loss_and_statistics_add():
     config = MoEConfig(experts=5, top_k=2)
     rng = np.random.default_rng(8)

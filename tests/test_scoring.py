@@ -156,6 +156,38 @@ def test_routing_is_replayed():
     assert np.max(np.abs(got[0][0] - got[1][0])) > 1e-2
 
 
+def test_one_forward_gives_scores_routing_and_router_losses():
+    model, params = model_and_params(moe=True)
+    batch, moved = rows(), random_params(model, 1)
+    record = jnp.ones((B, T, 1, 2), jnp.int8).at[..., 1].set(3)
+
+    @jax.jit
+    def both(params, batch):
+        return scoring.score_and_hidden(model, params, batch, replay_routing=False, chunk=5)
+
+    scores, hidden = both(params, batch.replace(routing=record))
+    valid = jnp.arange(T) < batch.length[:, None]
+    trunk = jax.jit(model.hidden)(params, batch.tokens, valid=valid)
+    np.testing.assert_array_equal(hidden.routing, trunk.routing)
+    assert int(hidden.aux['load'].sum()) == 2 * int(batch.length.sum())
+    np.testing.assert_allclose(hidden.aux['router_z'].value, trunk.aux['router_z'].value, rtol=1e-6)
+    # The routing of this forward, replayed under other parameters, is the one that is used.
+    score = jax.jit(functools.partial(scoring.score_and_hidden, model))
+    again, replayed = score(moved, batch.replace(routing=hidden.routing))
+    np.testing.assert_array_equal(replayed.routing, hidden.routing)
+    native, live = both(moved, batch)
+    assert (np.asarray(live.routing) != np.asarray(hidden.routing)).any()
+    assert np.max(np.abs(again.logp_new - native.logp_new)) > 1e-2
+    assert_tree_close(score(params, batch.replace(routing=hidden.routing))[0], scores)
+
+    @jax.jit
+    @jax.grad
+    def balance(params):
+        return scoring.score_and_hidden(model, params, batch)[1].aux['load_balance'].value
+
+    assert np.any(balance(params)['moe']['mlp']['router'])
+
+
 class StandIn:
     """A model whose params are its states, recording what it is asked."""
 

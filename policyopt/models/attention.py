@@ -4,7 +4,8 @@
 
 blocked: query blocks that each see only their own prefix of the keys, as matmuls batched over rows
     and key heads. No custom kernel, so it runs anywhere; the default on CPU.
-splash: the kernel that jax ships for TPU; the default there.
+splash: the kernel that jax ships for TPU; the default there. It has no scale, so queries are scaled
+    in their own type first: one rounding more in half precision, unless hd is a power of 4.
 cudnn, xla: `jax.nn.dot_product_attention`; cudnn is the default on GPU in half precision ('blocked'
     in float32, which cudnn does not take). xla holds all scores at once.
 """
@@ -56,7 +57,8 @@ def attention(
     Args:
       q: [B,T,H,hd].
       k, v: [B,S,KV,hd], KV dividing H; S == T unless `offset` is given.
-      valid: [B,S] bool, keys that may be seen.
+      valid: [B,S] bool, True on real tokens, which come first (right padding): the keys that may
+        be seen. Under jit that cannot be checked, and backends would differ on other masks.
       segments: [B,T] int, a query sees keys of its own segment only; not with `offset`.
       offset: [B] int, query t of row b stands at position offset[b] + t of the keys (a cache). The
         kernels for whole sequences can't: 'auto', 'splash' and 'cudnn' then mean 'blocked'.
@@ -162,16 +164,27 @@ def _loop(block: Any, start: int, count: int, seen: int) -> list[Array]:
 
 
 def _library(q, k, v, valid, segments, offset, precision, implementation):
-    """`jax.nn.dot_product_attention`; padding, segments and offsets as an explicit mask."""
+    """`jax.nn.dot_product_attention`: padding as lengths, segments and offsets as a mask."""
     length, size = q.shape[1], k.shape[1]
-    mask = None
-    if valid is not None or segments is not None or offset is not None:
+    mask = lengths = None
+    if segments is not None or offset is not None:
         at = jnp.arange(length)[None]
         at = at if offset is None else at + offset[:, None]
         mask = _mask(at, size, valid, segments, segments)[:, None]
+    elif valid is not None:
+        # A mask would be read for every score; with lengths the kernel skips whole tiles. An empty
+        # row sees its first key, so that its softmax is over something.
+        lengths = jnp.maximum(jnp.sum(valid != 0, axis=1, dtype=jnp.int32), 1)
     with jax.default_matmul_precision(precision.name.lower()):
         return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=mask is None, implementation=implementation
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=mask is None,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation=implementation,
         )
 
 

@@ -21,7 +21,8 @@ from policyopt.sharding import DEFAULT_RULES, Rules, constrain
 from policyopt.types import Array
 
 SHARED = 1 << 20  # numbers
-Mix = Callable[[Array, Array, Array], Array]
+# q [B,T,H,hd], k, v [B,T,KV,hd] -> mixed values [B,T,H,hd], and whatever state came of it.
+Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
 def param(
@@ -126,8 +127,8 @@ class Attention(nnx.Module):
             self.k_norm = param(config, (head,), ('head_dim',), 'ones')
         self.config = config
 
-    def __call__(self, x: Array, rope: tuple[Array, Array], mix: Mix) -> Array:
-        """x [B,T,D] -> [B,T,D]; `mix` maps q [B,T,H,hd], k, v [B,T,KV,hd] to [B,T,H,hd]."""
+    def __call__(self, x: Array, rope: tuple[Array, Array], mix: Mix) -> tuple[Array, Any]:
+        """x [B,T,D] -> [B,T,D], and the state that `mix` returned."""
         config = self.config
 
         def project(kernel: Any, name: str) -> Array:
@@ -140,8 +141,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             q = rms_norm(q, self.q_norm[...], config.norm_eps)
             k = rms_norm(k, self.k_norm[...], config.norm_eps)
-        out = mix(rotate(q, *rope), rotate(k, *rope), v)
-        return dense(out, self.o[...], config, contract=2)
+        out, state = mix(rotate(q, *rope), rotate(k, *rope), v)
+        return dense(out, self.o[...], config, contract=2), state
 
 
 def dense(x: Array, kernel: Array, config: ModelConfig, contract: int = 1) -> Array:
@@ -252,15 +253,16 @@ class Block(nnx.Module):
         valid: Array | None = None,
         routing: Array | None = None,
         rules: Rules = DEFAULT_RULES,
-    ) -> tuple[Array, Any]:
-        """x [B,T,D] -> [B,T,D], and (routing [B,T,k], aux) of a mixture or () of a dense layer."""
+    ) -> tuple[Array, Any, Any]:
+        """x [B,T,D] -> [B,T,D], state of `mix`, (routing [B,T,k], aux); () of a dense layer."""
         eps = self.config.norm_eps
-        x = x + self.attention(rms_norm(x, self.norm1[...], eps), rope, mix)
+        mixed, state = self.attention(rms_norm(x, self.norm1[...], eps), rope, mix)
+        x = x + mixed
         inner = rms_norm(x, self.norm2[...], eps)
         if isinstance(self.mlp, SwiGLU):
-            return x + self.mlp(inner), ()
+            return x + self.mlp(inner), state, ()
         y, record = self.mlp(inner, valid, routing, rules)
-        return x + y, record
+        return x + y, state, record
 
 
 class Trunk(nnx.Module):

@@ -89,10 +89,6 @@ def load(
     _check(tensors, listed, str(source), config.tied)
     stored = _widest(tensors[entry.name].dtype for entry in listed)
     config = _override(config, {'dtype': stored, 'param_dtype': stored, **overrides})
-    if config.param_dtype == 'float64' and not jax.config.read('jax_enable_x64'):
-        raise ValueError(
-            "param_dtype='float64' needs jax_enable_x64; legal without it: float32 and narrower"
-        )
     model = build(config, tokenizer, rules)
     return model, _place(model, tensors, listed, mesh)
 

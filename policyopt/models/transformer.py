@@ -48,9 +48,23 @@ class Output(NamedTuple):
     aux: dict[str, Array]
 
 
-@functools.lru_cache(maxsize=64)
 def _modules(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Name -> (graphdef, abstract state with axes) of the trunk and of each kind of layer."""
+    """Name -> (graphdef, abstract state with axes) of the trunk and of each kind of layer.
+
+    Raises ValueError for a float64 field while jax_enable_x64 is off: jax would make it float32.
+    """
+    if not jax.config.jax_enable_x64:
+        for field in ('dtype', 'param_dtype'):
+            if getattr(config, field) == 'float64':
+                raise ValueError(
+                    f"{field}='float64' needs jax_enable_x64; legal without it: float32 and "
+                    'narrower'
+                )
+    return _split(config)
+
+
+@functools.lru_cache(maxsize=64)
+def _split(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
     names = ('trunk', *dict.fromkeys(config.kinds))
     return {
         name: nnx.split(nnx.eval_shape(functools.partial(_make, config, name))) for name in names
@@ -260,18 +274,12 @@ class Model:
             _check_routing(config, x, routing)
             routing = jnp.moveaxis(routing, 2, 0)
 
-        def layer(kind, index, carry, layer_params, record):
+        def layer(kind, index, carry, layer_params, recorded):
             x, state = carry
-            box = []  # the new state leaves the block's attention through here
-
-            def attend(q, k, v):
-                out, new = mix(index, state, q, k, v)
-                box.append(new)
-                return out
-
             block = _merge(config, kind, layer_params)
-            x, out = block(x, rope, attend, valid, record, rules)
-            return (constrain(x, ACTIVATION, rules), box[0]), out
+            attend = functools.partial(mix, index, state)
+            x, state, record = block(x, rope, attend, valid, recorded, rules)
+            return (constrain(x, ACTIVATION, rules), state), record
 
         (x, state), records = stack.run(
             layer, (x, state), params, config.kinds, {'moe': routing}, config.remat
