@@ -32,6 +32,7 @@ class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     Subclasses say where rows come from. A split without any row is left out.
 
     Attributes:
+      title: what errors call the problems.
       held_out_share: share of all problem texts that `train` never holds.
       strict: a bad row raises ValueError; else it is counted and left out.
     """
@@ -39,7 +40,10 @@ class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     VERSION = tfds.core.Version('1.0.0')
     url_infos = {}  # nothing is downloaded; finding the default needs an undeclared package
 
-    def __init__(self, *, data_dir: str | os.PathLike, held_out_share: float, strict: bool):
+    def __init__(
+        self, *, title: str, data_dir: str | os.PathLike, held_out_share: float, strict: bool
+    ):
+        self.title = title
         self.held_out_share = held_out_share
         self.strict = strict
         super().__init__(data_dir=os.fspath(data_dir), file_format='array_record')
@@ -86,7 +90,7 @@ class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             held_out = in_held_out(row.prompt, self.held_out_share)
             splits['held_out' if held_out else 'train'].append(record)
         if count and (self.strict or not seen):
-            raise ValueError(f'bad rows: {report(bad, count, self.where)}')
+            raise ValueError(f'{self.title}, bad rows: {report(bad, count, self.where)}')
         if not seen:
             raise ValueError(f'{self.where(0)} holds no row')
         metadata: Any = self.info.metadata
@@ -157,7 +161,8 @@ def prepare(
     interrupted is never found, and of two processes that make the same at once the later one drops
     its own.
 
-    Raises what making the data raises, and ValueError where the folder cannot be written.
+    Prints a line where they are made. Raises what making the data raises, and ValueError where the
+    folder cannot be written.
     """
     root = pathlib.Path(data_dir).expanduser() if data_dir else default_data_dir()
     text = json.dumps({'format': FORMAT, **key}, sort_keys=True, default=repr)
@@ -172,6 +177,7 @@ def prepare(
                 f'task.data_dir {root} cannot be written: {error.strerror}; name another folder'
             ) from error
         with staging:
+            print(f'preparing the problems of {name} in {folder}', flush=True)
             made = pathlib.Path(staging.name) / 'data'
             tfds.disable_progress_bar()
             with contextlib.redirect_stdout(io.StringIO()):  # it speaks of downloads

@@ -45,7 +45,7 @@ def read(path: pathlib.Path, expected: str) -> Iterator[Row | BadRow]:
             row = parse(line, raw)
             if isinstance(row, Row):
                 known, answer = first.setdefault(row.prompt, (line, row.entry['answer']))
-                if answer != row.entry['answer']:
+                if not exact_match(answer, row.entry):
                     row = BadRow(line, f'the prompt of line {known} with another answer')
             yield row
     if found.hexdigest() != expected:

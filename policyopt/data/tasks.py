@@ -163,14 +163,14 @@ class _Source(NamedTuple):
     score: Callable[[str, Any], float]
 
 
-def _open(field: str, config: TaskConfig) -> _Source:
+def _open(field: str, name: str, config: TaskConfig) -> _Source:
     """Prepare the rows, or find them prepared."""
     from policyopt.data import builders  # tfds takes half a second to import
 
-    common: dict[str, Any] = dict(
+    key: dict[str, Any] = dict(
         held_out_share=config.held_out_share, strict=config.on_bad_row == 'error'
     )
-    key = dict(common)
+    common = dict(title=name, **key)
     if config.file:
         path = pathlib.Path(config.file).expanduser()
         digest = jsonl.digest(path)
@@ -179,8 +179,7 @@ def _open(field: str, config: TaskConfig) -> _Source:
         score = jsonl.exact_match
     else:
         dataset = gym.create(config.name, config.kw, config.size, config.seed, field)
-        names = ('name', 'kw', 'size', 'seed', 'form')
-        key |= {name: getattr(config, name) for name in names}
+        key |= {f: getattr(config, f) for f in ('name', 'kw', 'size', 'seed', 'form')}
         key |= dict(version=builders.gym_version())
         make = functools.partial(
             builders.ReasoningGym, dataset=dataset, size=config.size, form=config.form, **common
@@ -198,7 +197,7 @@ def _open(field: str, config: TaskConfig) -> _Source:
 
 
 def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> Task:
-    source = _open(field, config)
+    source = _open(field, name, config)
     splits: dict[str, list[Item]] = {}
     bad, count, longest = list(source.bad), source.count, 0
     for split, rows in source.splits.items():
