@@ -119,7 +119,7 @@ def reinforce(setup: Setup, params: Any, workdir: Path) -> Any:
             times['seconds'] = time.monotonic() - began
             times['tokens_per_second'] = values['rollout/tokens'] / times['seconds']
             metrics.append(loop.records, 'rl', step, values)
-            metrics.append(loop.timings, 'rl', step, times)
+            metrics.append(loop.timings, 'rl', step, times | {'time': time.time()})
             if step % c.evaluation.every == 0 and step < c.steps:
                 accuracy = record_accuracy(setup, used(state), workdir, step)
                 shown = {'held_out': accuracy.value}
@@ -220,7 +220,8 @@ def start(config: Mapping[str, Any], workdir: Path) -> Setup:
 
 def run(setup: Setup, workdir: Path) -> Result:
     """Warm start, measure, reinforce, measure again, report."""
-    begin = time.monotonic()
+    begin = time.time()
+    metrics.append(workdir / TIMINGS, 'start', 0, {'time': begin})
     params = recipe.first_params(setup)
     size = sum(x.size for x in jax.tree.leaves(params))
     print(
@@ -233,8 +234,9 @@ def run(setup: Setup, workdir: Path) -> Result:
     params = reinforce(setup, params, workdir)
     after = record_accuracy(setup, params, workdir, setup.config.steps)
     gain = after.value - before.value
-    values = {'before': before.value, 'after': after.value}
+    values = {'before': before.value, 'after': after.value, 'warm_steps': warm_steps}
     metrics.append(workdir / RECORDS, 'result', setup.config.steps, values)
+    metrics.append(workdir / TIMINGS, 'result', setup.config.steps, {'time': time.time()})
     curves: Path | None = workdir / CURVES
     records = metrics.read(workdir / RECORDS)
     if not metrics.draw_curves(workdir / CURVES, records, setup.config.algorithm):
@@ -243,7 +245,7 @@ def run(setup: Setup, workdir: Path) -> Result:
     print(f'held-out accuracy before RL: {before}')
     print(f'held-out accuracy after RL:  {after}, a gain of {100 * gain:+.1f} points')
     print(f'curves: {curves or "not drawn, matplotlib is not installed"}')
-    print(f'everything else: {workdir}; {time.monotonic() - begin:.0f} s in all')
+    print(f'everything else: {workdir}; {time.time() - begin:.0f} s in all')
     return Result(before, after, warm_steps, curves)
 
 
