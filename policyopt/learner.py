@@ -1,7 +1,8 @@
-"""The optimizer side: state, one jitted update over a minibatch, and scoring with other parameters.
+"""An algorithm bound to a model and an optimizer: what a trainer calls.
 
 A minibatch is weighed as a whole and then split into microbatches; losses, gradients and metrics of
-the microbatches are summed, so the split changes nothing but memory.
+the microbatches are summed, so the split changes nothing but memory. With a mesh (`jax.set_mesh`),
+parameters, optimizer state and gradients are laid out as the model's rules say.
 """
 
 from __future__ import annotations
@@ -11,222 +12,177 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import chex
 import jax
-import jax.numpy as jnp
-import optax
 
-from policyopt import masked, scoring
+from policyopt import checks, scoring, updates
+from policyopt import critic as critic_lib
+from policyopt import microbatches as microbatches_lib
+from policyopt import optimizer as optimizer_lib
+from policyopt import state as state_lib
+from policyopt.critic import Critic
 from policyopt.losses import controllers as controllers_lib
 from policyopt.losses import diagnostics
-from policyopt.types import (
-    Algorithm,
-    Array,
-    LossInputs,
-    Mean,
-    Metrics,
-    Scores,
-    TokenBatch,
-    add_metrics,
-    struct,
-)
+from policyopt.microbatches import LengthBuckets
+from policyopt.optimizer import OptimizerConfig, make_optimizer
+from policyopt.state import Binding, Both, RouterLosses, TrainState, both_of
+from policyopt.types import Algorithm, Array, LossInputs, Metrics, TokenBatch
 
+__all__ = [
+    'Critic',
+    'Learner',
+    'LengthBuckets',
+    'OptimizerConfig',
+    'RouterLosses',
+    'TrainState',
+    'make_learner',
+    'make_optimizer',
+]
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with global-norm clipping and a linear warm-up.
-
-    Attributes:
-      learning_rate: after the warm-up.
-      warmup_steps: optimizer steps over which the learning rate rises from 0.
-      clip_norm: largest global norm of the gradient; larger ones are scaled down to it.
-      b1, b2: decay of the first and second moment.
-      weight_decay: decoupled; on matrices only, not on scales and biases.
-    """
-
-    learning_rate: float = 1e-4
-    warmup_steps: int = 0
-    clip_norm: float = 1.0
-    b1: float = 0.9
-    b2: float = 0.99
-    weight_decay: float = 0.0
-
-
-@struct
-class TrainState:
-    """Everything an update changes.
-
-    Attributes:
-      params: parameters of the policy (and of the critic, where the model has a value head).
-      opt_state: state of the optimizer.
-      controllers: name -> scalar, current values of the algorithm's adaptive coefficients.
-      step: scalar int32, updates done.
-      key: source of all noise of the run; never consumed, only folded with step numbers.
-    """
-
-    params: Any
-    opt_state: Any
-    controllers: dict[str, Array]
-    step: Array
-    key: Array
+ROUTING = ('rollout', 'recompute')
 
 
 class Learner(NamedTuple):
     """An algorithm bound to a model and an optimizer.
 
     Attributes:
-      init: (params, key) -> TrainState.
+      init: (params, key, critic=None) -> TrainState; `critic` are the params of its own trunk.
       update: (TrainState, TokenBatch) -> (TrainState, Metrics, logp_new [B,T]); jitted, and the
-        state is donated. `logp_new` is what the loss saw, before the parameters moved.
+        state is donated. `logp_new` is what the loss saw, before the parameters moved. A loss or
+        gradient that is not finite leaves params, optimizer states and ema as they are, and metric
+        `skipped` says so.
       adapt: (TrainState, Metrics of the last update) -> TrainState with its controllers moved. Once
         per rollout, after its last minibatch: at the first one the ratio is 1, and a controller
-        that looked then would see neither KL nor clipping.
+        that looked then would see neither KL nor clipping. After a skipped update they stay.
+      recompute: (params, TokenBatch) -> TokenBatch with logp_old under `params`, for minibatches
+        before a rollout's first update; logp_behavior stays the sampler's, so that ratios and
+        off-policy gates see both (decoupled, arXiv:2110.00641). With routing='recompute' the
+        experts of that forward pass are recorded and replayed from then on (arXiv:2512.01374).
+      values: (TrainState, batch) -> [B,T] float32 values of the critic; None without one.
+      value_update: (TrainState, TokenBatch) -> (TrainState, Metrics): the critic's parameters
+        alone (a shared trunk's value head) follow 1/2 (V - R)^2 to Monte-Carlo returns, from
+        `rewards`; the state is donated. None without a Critic.
     """
 
-    init: Callable[[Any, Array], TrainState]
+    init: Callable[..., TrainState]
     update: Callable[[TrainState, TokenBatch], tuple[TrainState, Metrics, Array]]
     adapt: Callable[[TrainState, Metrics], TrainState]
-
-
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optax optimizer of an OptimizerConfig."""
-    schedule = config.learning_rate
-    if config.warmup_steps:
-        schedule = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-
-    def decayed(params: Any) -> Any:
-        # By name: parameters are stacked over layers, so a norm's scale is a matrix, too.
-        names = ('norm', 'bias')
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: not any(name in str(path[-1].key) for name in names), params
-        )
-
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule,
-            b1=config.b1,
-            b2=config.b2,
-            weight_decay=config.weight_decay,
-            mask=decayed,
-        ),
-    )
+    recompute: Callable[[Any, TokenBatch], TokenBatch]
+    values: Callable[[TrainState, Any], Array] | None = None
+    value_update: Callable[[TrainState, TokenBatch], tuple[TrainState, Metrics]] | None = None
 
 
 def make_learner(
     model: Any,
     algorithm: Algorithm,
-    optimizer: optax.GradientTransformation,
+    optimizer: Any,
     *,
+    critic: Critic | None = None,
+    ema: float | None = None,
+    router: RouterLosses = RouterLosses(),  # noqa: B008, it is frozen
+    routing: str = 'rollout',
     temperature: float = 1.0,
     allowed: Any = None,
     microbatches: int = 1,
+    length_buckets: LengthBuckets | None = None,
     diagnose: Callable[[LossInputs], Metrics] = diagnostics.diagnose,
 ) -> Learner:
     """Bind an algorithm to a model and an optimizer.
 
-    One update is: `prepare` and `weigh` on the whole minibatch; then, for a gradient rule, a scan
-    over microbatches that sums loss, gradients and metrics, and one optimizer step; for a
-    natural-gradient rule, its step on the summed loss, with the optimizer left alone.
+    One update is: `prepare` and `weigh` on the whole minibatch; then, for a gradient rule, loss,
+    gradients and metrics summed over microbatches, and one optimizer step; for a natural-gradient
+    rule, its step on the summed loss, with the optimizer and the critic's own trunk left alone.
 
     Args:
       model: a `policyopt.models` model.
       algorithm: its `loss`, `prepare`, `controllers` and `update` are used here.
-      optimizer: for gradient rules.
+      optimizer: an optax optimizer, for gradient rules.
+      critic: its own trunk, or the optimizer of value pretraining on the policy's trunk. A model
+        with a value head needs none to be trained by the algorithm's own value loss.
+      ema: decay of the parameters' moving average, in (0, 1); None for none.
+      router: coefficients of router losses; expert load is reported for any mixture of experts.
+      routing: what `recompute` does with experts: 'rollout' replays the batch's, 'recompute'
+        routes live and records them.
       temperature: that of the sampler; log-probs are scored under the distribution drawn from.
       allowed: [V] bool, the sampler's set of tokens (`sampling.allowed_mask`); None allows all.
       microbatches: parts of a minibatch; they must divide its rows, and change memory only.
+      length_buckets: microbatches by length instead; `TokenBatch.length` should be on the host.
       diagnose: LossInputs -> metrics beside those of the loss; controllers may read them.
 
     Raises:
-      ValueError: at construction for a temperature of 0, whose log-probs have no gradient; at the
-        first trace where `microbatches` doesn't divide the rows.
+      ValueError: at construction, naming the argument, for a value that is out of range or has no
+        effect here; at the first trace where `microbatches` doesn't divide the rows.
     """
+    score = functools.partial(scoring.score_hidden, model, temperature=temperature, allowed=allowed)
+    bound = Binding(model, algorithm, optimizer, critic, ema, router, routing, diagnose, score)
+    _check(bound, temperature, microbatches, length_buckets)
+    natural = algorithm.update.step is not None
+    if length_buckets is None:
+        run = functools.partial(microbatches_lib.scanned, parts=microbatches, rules=bound.rules)
+        look = functools.partial(microbatches_lib.mapped, parts=microbatches, rules=bound.rules)
+    else:
+        run = functools.partial(
+            microbatches_lib.bucketed, buckets=length_buckets, rules=bound.rules
+        )
+        look = functools.partial(
+            microbatches_lib.bucket_mapped, buckets=length_buckets, rules=bound.rules
+        )
+    return Learner(
+        init=functools.partial(state_lib.init, bound),
+        update=updates.natural_update(bound, microbatches)
+        if natural
+        else run(updates.policy_job(bound)),
+        adapt=make_adapt(algorithm),
+        recompute=make_recompute(bound, look),
+        values=make_values(bound, look),
+        value_update=make_value_update(bound, run),
+    )
+
+
+def _check(bound: Binding, temperature: float, parts: int, buckets: LengthBuckets | None) -> None:
+    """Raise ValueError for arguments of `make_learner` that are illegal or would do nothing."""
     if not temperature > 0:
         raise ValueError(f'temperature is {temperature}; training needs one above 0')
-
-    score = functools.partial(scoring.score, model, temperature=temperature, allowed=allowed)
-
-    def init(params: Any, key: Array) -> TrainState:
-        return TrainState(
-            params=params,
-            opt_state=optimizer.init(params),
-            controllers=controllers_lib.init(algorithm.controllers),
-            step=jnp.zeros((), jnp.int32),
-            key=key,
+    if parts < 1:
+        raise ValueError(f'microbatches={parts}; legal is 1 or more')
+    if buckets is not None and parts != 1:
+        raise ValueError(f'microbatches={parts} has no effect with length_buckets; legal is 1')
+    if buckets is not None and bound.algorithm.update.step is not None:
+        raise ValueError(
+            f'length_buckets={buckets} with a natural-gradient algorithm; legal is None'
+        )
+    if bound.ema is not None and not 0 < bound.ema < 1:
+        raise ValueError(f'ema={bound.ema}; legal is above 0 and below 1, or None')
+    checks.one_of('routing', bound.routing, ROUTING)
+    config = bound.model.config
+    if config.moe is None and bound.routing == 'recompute':
+        raise ValueError("routing='recompute' for a model without experts; legal is 'rollout'")
+    if config.moe is None and bound.router != RouterLosses():
+        raise ValueError(f'router={bound.router} for a model without experts; legal is 0 for both')
+    if bound.critic is None:
+        return
+    if bound.own is None and not config.value_head:
+        raise ValueError(
+            'critic shares the trunk of a model without a value head; set value_head=True, or give '
+            'Critic a model'
+        )
+    if bound.own is not None and config.value_head:
+        raise ValueError('critic has its own trunk, and the policy a value head: legal is one')
+    if bound.own is not None and not bound.own.config.value_head:
+        raise ValueError('critic.model has no value head; legal is value_head=True')
+    if bound.own is not None and bound.own.config.vocab_size != config.vocab_size:
+        raise ValueError(
+            f'critic.model has vocab_size={bound.own.config.vocab_size}, the policy '
+            f'{config.vocab_size}; legal is the same'
         )
 
-    def evaluate(params: Any, batch: TokenBatch, weights: Any, coefficients: Mapping[str, Array]):
-        scores = score(params, batch)
-        inputs = loss_inputs(batch, scores, coefficients)
-        out = algorithm.loss.apply(inputs, weights)
-        return out.loss, (out.metrics | diagnose(inputs), scores.logp_new)
 
-    def gradient_step(state: TrainState, parts: tuple[TokenBatch, Any]):
-        def body(total, part):
-            (loss, aux), grads = jax.value_and_grad(evaluate, has_aux=True)(
-                state.params, *part, state.controllers
-            )
-            return jax.tree.map(jnp.add, total, grads), (loss, aux)
-
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        grads, (losses, (metrics, logp_new)) = jax.lax.scan(body, zeros, parts)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = sum_parts(metrics, microbatches) | {
-            'loss': one(jnp.sum(losses)),
-            'grad_norm': one(optax.tree.norm(grads)),
-            'update_norm': one(optax.tree.norm(updates)),
-        }
-        return params, opt_state, metrics, logp_new
-
-    def natural_step(state: TrainState, parts: tuple[TokenBatch, Any]):
-        def total(term: Callable[..., Array]) -> Callable[[Any], Array]:
-            def run(params: Any) -> Array:
-                body = jax.checkpoint(lambda acc, part: (acc + term(params, part), None))
-                return jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)[0]
-
-            return run
-
-        def loss(params: Any, part: tuple[TokenBatch, Any]) -> Array:
-            return evaluate(params, *part, state.controllers)[0]
-
-        tokens = jnp.maximum(jnp.sum(parts[0].mask != 0), 1)
-
-        def kl(params: Any, part: tuple[TokenBatch, Any], centred: bool = False) -> Array:
-            batch = part[0]
-            logp = score(params, batch).logp_new
-            old = jax.lax.stop_gradient(logp) if centred else batch.logp_old
-            return jnp.sum(masked.exp_excess(masked.select(batch.mask, logp - old))) / tokens
-
-        _, (losses, (metrics, logp_new)) = jax.lax.scan(
-            lambda _, part: (None, evaluate(state.params, *part, state.controllers)), None, parts
-        )
-        params, rule_metrics = algorithm.update.step(  # type: ignore[misc]
-            state.params, total(loss), total(kl), total(functools.partial(kl, centred=True))
-        )
-        moved = jax.tree.map(jnp.subtract, params, state.params)
-        metrics = sum_parts(metrics, microbatches) | {
-            'loss': one(jnp.sum(losses)),
-            'update_norm': one(optax.tree.norm(moved)),
-        }
-        return params, state.opt_state, metrics | rule_metrics, logp_new
-
-    step = gradient_step if algorithm.update.step is None else natural_step
-
-    def update(state: TrainState, batch: TokenBatch) -> tuple[TrainState, Metrics, Array]:
-        chex.assert_rank([batch.tokens, batch.mask], 2)
-        batch = algorithm.prepare(batch)
-        weights = algorithm.loss.weigh(batch)
-        parts = jax.tree.map(functools.partial(split_rows, microbatches), (batch, weights))
-        params, opt_state, metrics, logp_new = step(state, parts)
-        metrics |= {f'controller/{k}': one(value) for k, value in state.controllers.items()}
-        state = dataclasses.replace(state, params=params, opt_state=opt_state, step=state.step + 1)
-        return state, metrics, logp_new.reshape(batch.mask.shape)
+def make_adapt(algorithm: Algorithm) -> Callable[[TrainState, Metrics], TrainState]:
+    """Build `Learner.adapt`."""
 
     @jax.jit
     def move(values: Mapping[str, Array], metrics: Metrics, step: Array) -> Mapping[str, Array]:
-        return controllers_lib.update(algorithm.controllers, values, metrics, step)
+        moved = controllers_lib.update(algorithm.controllers, values, metrics, step)
+        return optimizer_lib.where(metrics['skipped'].value == 0, moved, values)
 
     def adapt(state: TrainState, metrics: Metrics) -> TrainState:
         if not algorithm.controllers:
@@ -235,42 +191,44 @@ def make_learner(
         values = move(state.controllers, metrics, state.step - 1)
         return dataclasses.replace(state, controllers=values)
 
-    return Learner(init=init, update=jax.jit(update, donate_argnums=0), adapt=adapt)
+    return adapt
 
 
-def loss_inputs(
-    batch: TokenBatch, scores: Scores, coefficients: Mapping[str, Array] | None = None
-) -> LossInputs:
-    """What a loss reads, from a batch and the scores of its tokens."""
-    return LossInputs(
-        logp_new=scores.logp_new,
-        logp_old=batch.logp_old,
-        mask=batch.mask,
-        advantages=batch.advantages,
-        logp_behavior=batch.logp_behavior,
-        logp_ref=batch.logp_ref,
-        entropy=scores.entropy,
-        values=scores.values,
-        values_old=batch.values_old,
-        returns=batch.returns,
-        segment=batch.segment,
-        coefficients=dict(coefficients or {}),
-    )
+def make_recompute(bound: Binding, look: Callable[..., Any]) -> Callable[..., TokenBatch]:
+    """Build `Learner.recompute`."""
+    record = bound.routing == 'recompute'
+
+    def see(params: Any, batch: TokenBatch) -> tuple[Array, Array | None]:
+        scores, hidden = updates.forward(bound, params, batch, replay_routing=not record)
+        return scores.logp_new, hidden.routing if record else None
+
+    run = look(see)
+
+    def recompute(params: Any, batch: TokenBatch) -> TokenBatch:
+        logp_old, routing = run(params, batch)
+        changes = {'routing': routing} if record else {}
+        return dataclasses.replace(batch, logp_old=logp_old, **changes)
+
+    return recompute
 
 
-def split_rows(parts: int, x: Array) -> Array:
-    """[B, ...] -> [parts, B / parts, ...]; ValueError where it does not divide."""
-    if x.shape[0] % parts:
-        raise ValueError(f'{parts} microbatches do not divide a minibatch of {x.shape[0]} rows')
-    return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+def make_values(bound: Binding, look: Callable[..., Any]) -> Callable[..., Array] | None:
+    """Build `Learner.values`."""
+    if bound.own is None and not bound.model.config.value_head:
+        return None
+
+    def see(params: Both, batch: Any) -> Array:
+        if bound.own is not None:
+            return critic_lib.own_values(bound.own, params.critic, batch)
+        return updates.shared_values(bound, params.policy, {}, batch)[0]
+
+    run = look(see)
+    return lambda state, batch: run(both_of(state), batch)
 
 
-def sum_parts(metrics: Metrics, parts: int) -> Metrics:
-    """Metrics stacked over microbatches by a scan, added with each type's own `+`."""
-    split = [jax.tree.map(lambda x, i=i: x[i], metrics) for i in range(parts)]
-    return functools.reduce(add_metrics, split)
-
-
-def one(x: Array) -> Mean:
-    """A single observation as a Mean."""
-    return Mean(total=jnp.asarray(x, jnp.float32), count=jnp.ones((), jnp.float32))
+def make_value_update(bound: Binding, run: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Build `Learner.value_update`."""
+    if bound.critic is None:
+        return None
+    update = run(updates.value_job(bound))
+    return lambda state, batch: update(state, batch)[:2]

@@ -88,7 +88,7 @@ def test_flax_and_optax_have_one_home():
     for path in PACKAGE.rglob('*.py'):
         tops = {name.split('.')[0] for name in imports(path)}
         assert 'flax' not in tops or 'models' in path.parts, path
-        assert 'optax' not in tops or path.name == 'learner.py', path
+        assert 'optax' not in tops or path.name == 'optimizer.py', path
         assert not tops & {'experiments', 'configs', 'tests', 'notebooks'}, path
 
 

@@ -12,6 +12,7 @@ import policyopt as po
 from policyopt import learner as learner_lib
 from policyopt import models, scoring, trust_region
 from policyopt.losses import diagnostics
+from tests.learning import Config, Running, close, fresh, none, on_policy, random_batch
 
 ROWS, WIDTH = 8, 9
 
@@ -51,20 +52,6 @@ def batch(model, params):
     return dataclasses.replace(made, logp_old=old, logp_behavior=old)
 
 
-def none(inputs):
-    """No diagnostics: they are tested elsewhere, and cost compile time."""
-    return {}
-
-
-def fresh(learner, params):
-    """A state of its own: updates give theirs away."""
-    return learner.init(jax.tree.map(jnp.array, params), jax.random.key(1))
-
-
-def close(a, b, **tolerance):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
-
-
 def test_update_follows_the_gradient_of_the_written_out_objective(model, params, batch):
     """With plain SGD the step is minus the gradient of GRPO's J, computed from full logits."""
     low_old = dataclasses.replace(batch, logp_old=batch.logp_old - 0.1 * batch.mask)
@@ -90,18 +77,14 @@ def test_update_follows_the_gradient_of_the_written_out_objective(model, params,
     assert int(state.step) == 1
 
 
-def test_microbatches_change_nothing(params, batch, model):
+def test_microbatches_change_nothing():
     """Loss, parameters and metrics are the same whatever the split."""
-    model = models.build(dataclasses.replace(model.config, value_head=True))
-    params = params | {'value': np.linspace(-1, 1, 8, dtype=np.float32)}
-    ones = batch.mask * 0.5
-    batch = dataclasses.replace(batch, returns=ones, values_old=ones)
-    results = []
+    model, batch, results = Running(Config(value_head=True)), random_batch(), []
     for parts in (1, 4):
         learner = learner_lib.make_learner(
             model, po.algorithms.vapo(), optax.sgd(1.0), microbatches=parts
         )
-        results.append(learner.update(fresh(learner, params), batch))
+        results.append(learner.update(fresh(learner, model.init()), batch))
     (one, whole, logp_one), (four, split, logp_four) = results
     close(one.params, four.params, atol=1e-6)
     np.testing.assert_allclose(logp_one, logp_four, atol=1e-6)
@@ -110,9 +93,7 @@ def test_microbatches_change_nothing(params, batch, model):
         if not isinstance(metric, diagnostics.Histogram):
             np.testing.assert_allclose(metric.value, split[name].value, rtol=1e-4, atol=1e-6)
             if not isinstance(metric, diagnostics.EffectiveSampleSize):
-                assert name in ('loss', 'grad_norm', 'update_norm') or (
-                    float(metric.count) == float(split[name].count)
-                )
+                assert float(metric.count) == float(split[name].count)
 
 
 def test_split_that_does_not_divide_is_an_error(model, params, batch):
@@ -154,14 +135,12 @@ def test_iterations_train_with_fixed_old_log_probs_in_one_trace(model, params, b
     assert learner.update._cache_size() == 1
 
 
-def test_controllers_move_with_the_metrics(model, params, batch):
+def test_controllers_move_with_the_metrics():
     """PPO-penalty: on-policy the KL is 0, below target / 1.5, so beta halves, once per rollout."""
-    value_model = models.build(dataclasses.replace(model.config, value_head=True))
-    params = params | {'value': np.zeros(8, np.float32)}
-    batch = dataclasses.replace(batch, returns=batch.mask, values_old=0 * batch.mask)
-    learner = learner_lib.make_learner(
-        value_model, po.algorithms.ppo_penalty(beta=1.0), optax.sgd(0.1)
-    )
+    model = Running(Config(value_head=True))
+    params = model.init()
+    batch = on_policy(model, params, random_batch())
+    learner = learner_lib.make_learner(model, po.algorithms.ppo_penalty(beta=1.0), optax.sgd(0.1))
     state = fresh(learner, params)
     assert float(state.controllers['beta']) == 1
     given = jax.tree.leaves(state.params)
@@ -177,30 +156,42 @@ def test_controllers_move_with_the_metrics(model, params, batch):
 
 
 @pytest.fixture(scope='module')
-def natural(model, params, batch):
-    """State and metrics after one TRPO update with delta .001 in two microbatches."""
+def natural():
+    """Before and after one TRPO update with delta .001 in two microbatches."""
+    model = Running()
+    params = model.init()
+    batch = on_policy(model, params, random_batch())
     learner = learner_lib.make_learner(
         model,
         po.algorithms.trpo(delta=1e-3),
         optax.adam(1.0),
+        ema=0.5,
         microbatches=2,
         diagnose=none,
     )
-    return learner.update(fresh(learner, params), batch)[:2]
+    return model, params, batch, learner.update, *learner.update(fresh(learner, params), batch)[:2]
 
 
-def test_natural_gradient_through_the_same_update(natural, params):
+def test_natural_gradient_through_the_same_update(natural):
     """KL bounded, surrogate better, parameters moved, optimizer untouched."""
-    state, metrics = natural
+    _, params, batch, update, state, metrics = natural
     assert float(metrics['trust_region/accepted'].value) == 1
     assert 0 < float(metrics['trust_region/kl'].value) <= 1e-3
     assert float(metrics['trust_region/improvement'].value) > 0
     assert float(metrics['update_norm'].value) > 1e-3
     close(state.opt_state, optax.adam(1.0).init(params))
+    close(state.ema, jax.tree.map(lambda a, b: (a + b) / 2, params, state.params), rtol=1e-6)
+    assert float(metrics['skipped'].value) == 0 and int(state.step) == 1
+    bad = dataclasses.replace(batch, advantages=np.full_like(batch.advantages, np.nan))
+    before = jax.device_get(state.params)
+    state, metrics, _ = update(jax.tree.map(jnp.array, state), bad)
+    assert float(metrics['skipped'].value) == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
-@pytest.mark.slow
-def test_natural_gradient_is_the_rule_on_the_whole_minibatch(natural, model, params, batch):
+def test_natural_gradient_is_the_rule_on_the_whole_minibatch(natural):
+    model, params, batch, _, state, _ = natural
+    batch = jax.tree.map(jnp.asarray, batch)
     mask, tokens = batch.mask > 0, float(batch.mask.sum())
 
     def logp(params):
@@ -223,28 +214,5 @@ def test_natural_gradient_is_the_rule_on_the_whole_minibatch(natural, model, par
         )
     )(params)
     size = float(optax.tree.norm(jax.tree.map(jnp.subtract, want, params)))
-    gap = float(optax.tree.norm(jax.tree.map(jnp.subtract, natural[0].params, want)))
+    gap = float(optax.tree.norm(jax.tree.map(jnp.subtract, state.params, want)))
     assert size > 1e-3 and gap < 0.02 * size
-
-
-def test_optimizer_clips_warms_up_and_decays_matrices_only():
-    params = {
-        'embed': jnp.ones((2, 2)),
-        'dense': {'norm1': jnp.ones((3, 2)), 'q_bias': jnp.ones(2)},
-    }
-    config = learner_lib.OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
-    optimizer = learner_lib.make_optimizer(config)
-    zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = optimizer.update(zero, optimizer.init(params), params)
-    np.testing.assert_allclose(updates['embed'], -0.05)
-    assert not np.any(updates['dense']['norm1']) and not np.any(updates['dense']['q_bias'])
-
-    config = learner_lib.OptimizerConfig(learning_rate=0.1, warmup_steps=10, clip_norm=0.5)
-    optimizer = learner_lib.make_optimizer(config)
-    state, sizes = optimizer.init(params), []  # the gradient's norm is sqrt(12)
-    for _ in range(3):
-        updates, state = optimizer.update(params, state, params)
-        sizes.append(float(jnp.max(jnp.abs(updates['embed']))))
-    np.testing.assert_allclose(sizes, [0, 0.01, 0.02], rtol=1e-4, atol=1e-8)
-    moments = optax.tree_utils.tree_get(state, 'mu')  # (1 - .9^3) of the clipped gradient
-    np.testing.assert_allclose(moments['embed'], 0.271 * 0.5 / 12**0.5, rtol=1e-5)
