@@ -72,6 +72,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if len(value) == len(args):
             return tuple(_convert(v, a, where) for v, a in zip(value, args, strict=True))
     elif origin is collections.abc.Mapping and isinstance(value, collections.abc.Mapping):
+        if args and dataclasses.is_dataclass(args[1]):  # named sections
+            return {k: _convert(v, args[1], f'{where}.{k}') for k, v in value.items()}
         return dict(value)
     elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)

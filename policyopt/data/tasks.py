@@ -1,36 +1,53 @@
-"""Arithmetic from reasoning-gym in a compact digit-level form, split, shuffled and batched."""
+"""Tasks: problems with their right answers and a scorer, alone or mixed."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import functools
+import pathlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
-import grain
 import numpy as np
 
-from policyopt import settings
-from policyopt.data.tokenizer import CharTokenizer
+from policyopt import checks
+from policyopt.data import gym, jsonl
+from policyopt.data.pipeline import Mixture
+from policyopt.data.rows import BadRow, Row, report
 from policyopt.types import TokenBatch
 
-# Not after a digit or an operator: `5 + 6` ends `4 + 5 + 6`, but isn't the problem.
-_TWO_OPERANDS = re.compile(r'(?:^|[^\d\s+*/=-])\s*(-?\d+) *([-+*]) *(-?\d+)(?= *[=.?]?\s*$)')
+
+class Encoder(Protocol):
+    """What tasks ask of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, without end of sequence; ValueError where it has none."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """Which problems there are.
+    """Which problems there are: of a reasoning-gym dataset, or of a file.
 
     Attributes:
-      name: a reasoning-gym dataset with two-operand arithmetic questions, such as chain_sum.
+      name: a reasoning-gym dataset, such as chain_sum.
       kw: its settings (number of terms, digits, ...).
       size: how many problems are generated; repeated ones are dropped.
       held_out: how many problems are kept apart for evaluation.
       held_out_share: share of all problem texts that training never sees, by a hash of the text.
       prompt_width: longest prompt allowed, in tokens; every prompt is padded to it.
       seed: seed of the generator.
+      form: of the prompt; `compact` is `a+b=`, for two-operand arithmetic alone, and `full` is the
+        question itself.
+      file: a JSONL file of {"prompt": ..., "answer": ...} to read instead; then name, kw, size,
+        seed and form say nothing and must be left alone.
+      on_bad_row: `error` for a row that is no problem (a field missing or of a wrong type, an empty
+        or too long prompt, invalid UTF-8 or JSON, characters that the tokenizer lacks), or `skip`,
+        with a warning that counts them and shows the first.
+      weight: share of the rows in a mixture, relative to the other tasks.
+      data_dir: folder for prepared data; by default $POLICYOPT_DATA_DIR, else policyopt/data in the
+        user's cache folder ($XDG_CACHE_HOME or ~/.cache).
     """
 
     name: str = 'chain_sum'
@@ -40,16 +57,45 @@ class TaskConfig:
     held_out_share: float = 0.1
     prompt_width: int = 8
     seed: int = 0
+    form: Literal['compact', 'full'] = 'compact'
+    file: str = ''
+    on_bad_row: Literal['error', 'skip'] = 'error'
+    weight: float = 1.0
+    data_dir: str = ''
+
+    def __post_init__(self):
+        for name, low in (('size', 1), ('held_out', 0), ('prompt_width', 1)):
+            checks.number(f'task.{name}', getattr(self, name), low)
+        checks.number('task.held_out_share', self.held_out_share, 0, 1)
+        if not 0 < self.weight < float('inf'):
+            raise ValueError(f'task.weight is {self.weight}; legal is a finite number above 0')
+        checks.one_of('task.form', self.form, ('compact', 'full'))
+        checks.one_of('task.on_bad_row', self.on_bad_row, ('error', 'skip'))
+        if self.file:
+            for field in dataclasses.fields(self):
+                value = getattr(self, field.name)
+                if field.name in ('name', 'size', 'seed', 'form') and value != field.default:
+                    raise ValueError(
+                        f'task.{field.name} is {value!r} beside task.file; a file has none'
+                    )
+            if self.kw:
+                raise ValueError(f'task.kw is {dict(self.kw)} beside task.file; a file has none')
+
+    @property
+    def title(self) -> str:
+        """What the task is called where no name is given: the file's stem, or the dataset."""
+        return pathlib.Path(self.file).stem if self.file else self.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Item:
-    """One problem: prompt text and ids, the right answer, and the entry its scorer reads."""
+    """One problem: prompt text and ids, right answer, the entry its scorer reads, its task."""
 
     prompt: str
     ids: tuple[int, ...]
     answer: str
     entry: Mapping[str, Any]
+    task: str = ''
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,90 +103,145 @@ class Task:
     """Problems of a task, disjoint by text between the splits, and the task's own scorer.
 
     Attributes:
-      train: problems to train on, no two alike.
-      held_out: problems to evaluate on, no two alike, none of them in `train`.
-      score: (answer text, entry) -> score in [0, 1].
+      train: problems to train on, no two of a task alike; a `Mixture` where tasks are mixed.
+      held_out: problems to evaluate on, no two of a task alike, none of them in `train`.
+      score: (answer text, entry) -> score in [0, 1]; entries know their task (`entry['task']`).
+      prompt_width: longest prompt allowed, in tokens.
+      longest_answer: most tokens of an answer, its end of sequence included.
+      skipped: rows that were bad and left out.
     """
 
     train: Sequence[Item]
     held_out: Sequence[Item]
     score: Callable[[str, Any], float]
+    prompt_width: int
+    longest_answer: int
+    skipped: int = 0
 
 
-def compact(question: str) -> str:
-    """`a+b=` for a question that ends in a two-operand expression: digits and signs only.
+def make_task(config: TaskConfig | Mapping[str, TaskConfig], tokenizer: Encoder) -> Task:
+    """The task that the config describes, or the mixture of several, by name.
 
-    Raises ValueError where the question ends in anything else (three operands, a division).
+    Problems are prepared on disk the first time and read from there later (see
+    `builders.prepare`). Splits are by content: a prompt that is held out in one task is not trained
+    on in another.
+
+    Raises ValueError for an unknown dataset or setting (with the nearest spelling), a file that
+    cannot be read, bad rows where they are fatal or all there is, too few problems on the held-out
+    side, and mixed tasks whose held_out_share differ.
     """
-    match = _TWO_OPERANDS.search(question)
-    if match is None:
-        raise ValueError(f'no expression of two operands with +, - or * ends {question!r}')
-    return ''.join(match.groups()) + '='
-
-
-def in_held_out(prompt: str, share: float) -> bool:
-    """Whether a problem belongs to the held-out split: a hash of its text, the same everywhere."""
-    return zlib.crc32(prompt.encode()) < share * 2**32
-
-
-def make_task(config: TaskConfig, tokenizer: CharTokenizer) -> Task:
-    """Generate the task's problems and split them by content.
-
-    Raises ValueError for an unknown dataset or setting (with the nearest spelling), for a prompt
-    over `prompt_width` tokens and where too few problems fall on the held-out side.
-    """
-    import reasoning_gym  # imported here: only tasks need it
-    from reasoning_gym import factory
-
-    settings.check_names('task.name', [config.name], factory.DATASETS)
-    legal = [f.name for f in dataclasses.fields(factory.DATASETS[config.name][1])]
-    settings.check_names('task.kw', config.kw, set(legal) - {'seed', 'size'})
-    dataset = reasoning_gym.create_dataset(
-        config.name, seed=config.seed, size=config.size, **config.kw
-    )
-    splits: dict[bool, list[Item]] = {False: [], True: []}
-    seen = set()
-    for index in range(config.size):
-        entry = dataset[index]
-        prompt = compact(entry['question'])
-        if prompt in seen:
-            continue
-        seen.add(prompt)
-        ids = tuple(tokenizer.encode(prompt))
-        if len(ids) > config.prompt_width:
-            raise ValueError(
-                f'problem {index}, {prompt!r}, has {len(ids)} tokens; task.prompt_width is '
-                f'{config.prompt_width}'
-            )
-        item = Item(prompt=prompt, ids=ids, answer=entry['answer'], entry=entry)
-        splits[in_held_out(prompt, config.held_out_share)].append(item)
-    if len(splits[True]) < config.held_out or not splits[False]:
+    if isinstance(config, TaskConfig):
+        return _make_one('task', config.title, config, tokenizer)
+    if not config:
+        raise ValueError('tasks is empty; legal is one task or more')
+    shares = {name: c.held_out_share for name, c in config.items()}
+    if len(set(shares.values())) > 1:
         raise ValueError(
-            f'task.held_out is {config.held_out}, but of {len(seen)} distinct problems only '
-            f'{len(splits[True])} are on the held-out side and {len(splits[False])} on the other; '
-            'raise task.size or task.held_out_share'
+            f'held_out_share differs between the tasks, {shares}; one value keeps every prompt on '
+            'one side in all of them'
+        )
+    made = {name: _make_one(f'tasks.{name}', name, c, tokenizer) for name, c in config.items()}
+    scores = {name: task.score for name, task in made.items()}
+    tasks = list(made.values())
+    return Task(
+        train=Mixture(tuple(t.train for t in tasks), tuple(c.weight for c in config.values())),
+        held_out=tuple(item for task in tasks for item in task.held_out),
+        score=lambda answer, entry: scores[entry['task']](answer, entry),
+        prompt_width=max(task.prompt_width for task in tasks),
+        longest_answer=max(task.longest_answer for task in tasks),
+        skipped=sum(task.skipped for task in tasks),
+    )
+
+
+class _Source(NamedTuple):
+    """Rows of a source by split, bad ones, and what judges answers."""
+
+    splits: dict[str, list[Row]]
+    bad: list[BadRow]  # the first of them
+    count: int  # of bad ones
+    where: Callable[[int], str]
+    score: Callable[[str, Any], float]
+
+
+def _open(field: str, name: str, config: TaskConfig) -> _Source:
+    """Prepare the rows, or find them prepared."""
+    from policyopt.data import builders  # tfds takes half a second to import
+
+    key: dict[str, Any] = dict(
+        held_out_share=config.held_out_share, strict=config.on_bad_row == 'error'
+    )
+    common = dict(title=name, **key)
+    if config.file:
+        path = pathlib.Path(config.file).expanduser()
+        digest = jsonl.digest(path)
+        key |= dict(digest=digest)
+        make = functools.partial(builders.JsonLines, file=path, digest=digest, **common)
+        score = jsonl.exact_match
+    else:
+        dataset = gym.create(config.name, config.kw, config.size, config.seed, field)
+        key |= {f: getattr(config, f) for f in ('name', 'kw', 'size', 'seed', 'form')}
+        key |= dict(version=builders.gym_version())
+        make = functools.partial(
+            builders.ReasoningGym, dataset=dataset, size=config.size, form=config.form, **common
+        )
+        score = dataset.score_answer
+    builder = builders.prepare(make, config.title, key, config.data_dir)
+    found: Any = builder.info.metadata
+    return _Source(
+        splits={name: builders.read(builder, name) for name in ('train', 'held_out')},
+        bad=[BadRow(*row) for row in found['first']],
+        count=found['bad'],
+        where=builder.where,
+        score=score,
+    )
+
+
+def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> Task:
+    source = _open(field, name, config)
+    splits: dict[str, list[Item]] = {}
+    bad, count, longest = list(source.bad), source.count, 0
+    for split, rows in source.splits.items():
+        splits[split] = []
+        for row in rows:
+            try:
+                ids = tuple(tokenizer.encode(row.prompt))
+                answer = len(tokenizer.encode(row.entry['answer'])) + 1
+                if len(ids) > config.prompt_width:
+                    raise ValueError(
+                        f'{row.prompt[:40]!r} has {len(ids)} tokens; {field}.prompt_width is '
+                        f'{config.prompt_width}'
+                    )
+            except ValueError as error:
+                bad.append(BadRow(row.line, str(error)))
+                count += 1
+                continue
+            entry = {**row.entry, 'task': name}
+            splits[split].append(Item(row.prompt, ids, entry['answer'], entry, name))
+            longest = max(longest, answer)
+    total = len(splits['train']) + len(splits['held_out'])
+    if count and (config.on_bad_row == 'error' or not total):
+        raise ValueError(f'{name}, bad rows: {report(bad, count, source.where)}')
+    if count:
+        shown = report(bad, count, source.where)
+        warnings.warn(f'{name}: {count} bad rows of {count + total} skipped: {shown}', stacklevel=3)
+    if len(splits['held_out']) < config.held_out or not splits['train']:
+        more = 'add rows' if config.file else f'raise {field}.size'
+        raise ValueError(
+            f'{field}.held_out is {config.held_out}, but of {total} distinct problems only '
+            f'{len(splits["held_out"])} are on the held-out side and {len(splits["train"])} on the '
+            f'other; {more} or change {field}.held_out_share'
         )
     return Task(
-        train=tuple(splits[False]),
-        held_out=tuple(splits[True][: config.held_out]),
-        score=dataset.score_answer,
+        train=tuple(splits['train']),
+        held_out=tuple(splits['held_out'][: config.held_out]),
+        score=source.score,
+        prompt_width=config.prompt_width,
+        longest_answer=longest,
+        skipped=count,
     )
 
 
-def batches(items: Sequence[Item], size: int, seed: int) -> Iterator[list[Item]]:
-    """Endless batches of `size` items in an order shuffled anew each epoch; a grain iterator.
-
-    The order is a function of the seed, and `get_state` / `set_state` resume it exactly.
-    """
-    if size > len(items):
-        raise ValueError(f'a batch of {size} needs as many items; there are {len(items)}')
-    # Endless in practice; grain's own endless length does not fit an index at batch size 1.
-    dataset = grain.MapDataset.source(items).seed(seed).shuffle().repeat(10**9)
-    dataset = dataset.batch(size, batch_fn=list)
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
-
-
-def supervised(items: Sequence[Item], tokenizer: CharTokenizer, width: int) -> TokenBatch:
+def supervised(items: Sequence[Item], tokenizer: Any, width: int) -> TokenBatch:
     """Prompts with their right answers and end of sequence, as rows of a batch to imitate.
 
     Returns a TokenBatch of numpy arrays [B, width] with mask 1 on the answer and its end of

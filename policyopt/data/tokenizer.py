@@ -47,3 +47,8 @@ class CharTokenizer:
 def arithmetic_tokenizer() -> CharTokenizer:
     """Digits and the signs of compact arithmetic: 16 ids."""
     return CharTokenizer('0123456789+-*=')
+
+
+def ascii_tokenizer() -> CharTokenizer:
+    """Printable ASCII and the line break, for questions in full: 98 ids."""
+    return CharTokenizer('\n' + ''.join(map(chr, range(32, 127))))

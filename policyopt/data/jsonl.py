@@ -1,0 +1,99 @@
+"""Problems from a JSONL file of {"prompt": ..., "answer": ...}, and their scorer."""
+
+from __future__ import annotations
+
+import codecs
+import decimal
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from policyopt import checks
+from policyopt.data.rows import BadRow, Row
+
+_NUMBER = re.compile(r'[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?', re.ASCII)
+
+
+def digest(path: pathlib.Path) -> str:
+    """SHA-256 of the file's contents; ValueError where it cannot be read."""
+    try:
+        with path.open('rb') as file:
+            return hashlib.file_digest(file, 'sha256').hexdigest()
+    except OSError as error:
+        raise ValueError(f'task.file {path} cannot be read: {error.strerror}') from error
+
+
+def read(path: pathlib.Path, expected: str) -> Iterator[Row | BadRow]:
+    """Rows of the file in order, with line numbers from 1; blank lines are passed over.
+
+    `prompt` is a text that is not blank, `answer` one too, or a number. Other fields become
+    `entry['metadata']`. A prompt that comes again with another answer is bad. Raises ValueError at
+    the end where the contents do not have the digest `expected`: they changed while being read.
+    """
+    found = hashlib.sha256()
+    first: dict[str, tuple[int, str]] = {}
+    with path.open('rb') as file:
+        for line, raw in enumerate(file, 1):
+            found.update(raw)
+            if line == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            if not raw.strip():
+                continue
+            row = parse(line, raw)
+            if isinstance(row, Row):
+                known, answer = first.setdefault(row.prompt, (line, row.entry['answer']))
+                if not exact_match(answer, row.entry):
+                    row = BadRow(line, f'the prompt of line {known} with another answer')
+            yield row
+    if found.hexdigest() != expected:
+        raise ValueError(f'{path} changed while it was read')
+
+
+def parse(line: int, raw: bytes) -> Row | BadRow:
+    """The problem that a line holds, or why it holds none."""
+    try:
+        values = json.loads(raw.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        return BadRow(line, f'invalid UTF-8, byte {error.start + 1} of the line')
+    except json.JSONDecodeError as error:
+        return BadRow(line, f'invalid JSON, {error.msg} at column {error.colno}')
+    except (ValueError, RecursionError) as error:
+        return BadRow(line, f'invalid JSON, {error}')
+    if not isinstance(values, dict):
+        return BadRow(line, f'a JSON {type(values).__name__}, not an object')
+    fields = {}
+    for name, kinds in (('prompt', (str,)), ('answer', (str, int, float))):
+        if name not in values:
+            return BadRow(line, f'no field `{name}`.{checks.hint(name, values)}'.rstrip('.'))
+        value = values.pop(name)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            legal = ' or '.join('number' if kind is float else 'text' for kind in kinds[::2])
+            return BadRow(line, f'`{name}` is {json.dumps(value)[:40]}; legal is a {legal}')
+        fields[name] = str(value)
+        if not fields[name].strip():
+            return BadRow(line, f'`{name}` is empty')
+        if any('\ud800' <= c <= '\udfff' for c in fields[name]):
+            return BadRow(line, f'`{name}` has half a surrogate pair, which no UTF-8 can hold')
+    entry = fields | {'metadata': values}
+    return Row(line, fields['prompt'], entry)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f'{name} is no JSON number')
+
+
+def exact_match(answer: str, entry: Mapping[str, Any]) -> float:
+    """1 where the answer is `entry['answer']`, 0 elsewhere.
+
+    White space around either does not count, and two decimal numbers are compared by value, exactly
+    (`0.50` is `.5` is `5e-1`). Fractions, units and thousands separators are text.
+    """
+    given, right = answer.strip(), entry['answer'].strip()
+    if given == right:
+        return 1.0
+    if _NUMBER.fullmatch(given) and _NUMBER.fullmatch(right):
+        return float(decimal.Decimal(given) == decimal.Decimal(right))
+    return 0.0
