@@ -9,7 +9,7 @@ import pytest
 import policyopt as po
 from policyopt import learner, microbatches, models, sharding, updates
 from policyopt.learner import LengthBuckets, OptimizerConfig
-from tests.learning import fresh, none, random_batch
+from tests.learning import Config, Running, fresh, none, random_batch
 
 CONFIG = models.ModelConfig(
     vocab_size=16,
@@ -124,3 +124,34 @@ def test_rows_of_a_bucket_follow_the_devices(case):
         assert microbatches.shards(sharding.DEFAULT_RULES) == 8
         x = jax.jit(lambda x: microbatches.split(x, 2, sharding.DEFAULT_RULES))(jnp.ones((16, 3)))
         assert tuple(x.sharding.spec) == (None, 'data')
+
+
+@pytest.mark.parametrize('trunk', ['own', 'shared'])
+def test_the_critic_lies_as_its_rules_say(trunk):
+    """Update and value pretraining of either kind of critic: numbers of one device, laid out."""
+    headed = Running(Config(value_head=True))
+    own = headed.init(3) if trunk == 'own' else None
+    model = headed if own is None else Running()
+    side = learner.Critic(optax.adam(1e-2), None if own is None else headed)
+    batch, mesh = random_batch(), sharding.make_mesh(AXES)
+    learn = learner.make_learner(
+        model, po.algorithms.ppo_clip(), optax.adam(1e-2), critic=side, diagnose=none
+    )
+
+    def run():
+        state = fresh(learn, model.init(), own)
+        state, metrics = learn.value_update(state, batch)
+        state, *_ = learn.update(state, batch)
+        return state, metrics['value/explained_variance'].value
+
+    want, explained = jax.device_get(run())
+    with jax.set_mesh(mesh):
+        got, found = run()
+    agree((got.params, got.critic), (want.params, want.critic))
+    np.testing.assert_allclose(found, explained, rtol=2e-5, atol=2e-5)
+    moved = got.params if own is None else got.critic.params
+    spec = sharding.param_shardings(headed.axes(), moved, mesh)
+    same_layout(jax.tree.map(lambda x: x.sharding, moved), spec, moved)
+    moments = optax.tree_utils.tree_get(got.critic.opt_state, 'mu')
+    assert moments['value'].sharding.is_equivalent_to(spec['value'], 1)
+    assert not spec['value'].is_fully_replicated
