@@ -89,21 +89,27 @@ def test_compiled_layouts_are_the_rules_and_results_those_of_one_device(case):
 
 
 def test_gradients_lie_as_the_parameters_do(case):
-    """In the sum over buckets, and where the optimizer takes them."""
-    model, params, batch, mesh, wanted, want = case
-    learn = build(model, length_buckets=LengthBuckets(36, (9,)))
+    """What `accumulate` sums, for a scan over microbatches and for buckets alike."""
+    model, params, batch, mesh, wanted, _ = case
+    learn = build(model)
     job = updates.policy_job(learn.init.args[0])
+
+    def gradients(state, batch):
+        whole, shared = job.begin(state, batch)
+        zeros = microbatches.zeros(job, state)
+        return microbatches.accumulate(job, state, shared, zeros, whole)[0].policy
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradients).lower(fresh(learn, params), batch).compile()
+    same_layout(compiled.output_shardings, wanted, params)
+
+
+@pytest.mark.slow
+def test_buckets_over_devices_are_those_of_one(case):
+    model, params, batch, mesh, _, want = case
+    learn = build(model, length_buckets=LengthBuckets(36, (6, 9)))
     with jax.set_mesh(mesh):
         agree(outcome(learn, params, batch), want)
-        state = fresh(learn, params)
-
-        def gradients(state, batch):
-            whole, shared = job.begin(state, batch)
-            zeros = microbatches.zeros(job, state)
-            return microbatches.accumulate(job, state, shared, zeros, whole)[0].policy
-
-        compiled = jax.jit(gradients).lower(state, batch).compile()
-        same_layout(compiled.output_shardings, wanted, params)
 
 
 def test_a_parameter_that_does_not_divide_is_named(case):
@@ -126,7 +132,7 @@ def test_rows_of_a_bucket_follow_the_devices(case):
         assert tuple(x.sharding.spec) == (None, 'data')
 
 
-@pytest.mark.parametrize('trunk', ['own', 'shared'])
+@pytest.mark.parametrize('trunk', [pytest.param('own', marks=pytest.mark.slow), 'shared'])
 def test_the_critic_lies_as_its_rules_say(trunk):
     """Update and value pretraining of either kind of critic: numbers of one device, laid out."""
     headed = Running(Config(value_head=True))

@@ -101,7 +101,10 @@ NAMES = ('load_balance', 'router_z')
 
 @pytest.mark.parametrize(
     ('split', 'coefficients'),
-    [({}, {'load_balance': 0.3, 'router_z': 0.02}), (BUCKETS, {'router_z': 0.02})],
+    [
+        ({}, {'load_balance': 0.3, 'router_z': 0.02}),
+        pytest.param(BUCKETS, {'router_z': 0.02}, marks=pytest.mark.slow),
+    ],
 )
 def test_router_losses_are_added_with_their_coefficients(
     plain, model, params, batch, trunk, slopes, split, coefficients
