@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from policyopt.data import Item
+from policyopt.recipe import Setup
 from policyopt.rewards import Judge
 from policyopt.rollout import answers_of
 from policyopt.sampling import SamplingConfig, pad_prompts, sample
@@ -89,3 +90,18 @@ def accuracy(
     answers = answers[: len(items)]
     rewards = judge(answers, [item.entry for item in items])
     return Accuracy(int(np.sum(rewards == 1)), len(items), tuple(answers))
+
+
+def held_out(setup: Setup, params: Any) -> Accuracy:
+    """Accuracy on the held-out problems of a run."""
+    c = setup.config
+    return accuracy(
+        setup.model,
+        params,
+        setup.task.held_out,
+        setup.judge,
+        jax.random.key(c.seed),
+        c.sampling.at_temperature(c.evaluation.temperature),
+        prompt_width=setup.task.prompt_width,
+        batch=c.evaluation.batch,
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +17,32 @@ from policyopt.data import Item
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
 from policyopt.rewards import Judge
-from policyopt.sampling import SamplingConfig, allowed_mask, pad_prompts, sample
+from policyopt.sampling import (
+    EngineConfig,
+    SamplingConfig,
+    allowed_mask,
+    pad_prompts,
+    row_keys,
+    sample,
+    sample_continuous,
+)
 from policyopt.types import Algorithm, MissingInput, Rollout, TokenBatch
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """How many rows a step trains on, and what they earn.
+    """How many rows a step trains on, how they are drawn, and what they earn.
 
     Attributes:
       prompts: problems of a step.
       group_size: answers drawn for each.
       max_rounds: batches of problems drawn at most until enough rows are kept, where the
         algorithm drops some.
+      shortage: what to do where they are not: train on a 'smaller' batch, or raise an 'error'.
+      chunks: parts of a round, decoded one after another; while one is decoded, the answers of
+        those before are judged in threads. They change no token.
+      engine: draw with the slot engine (continuous batching), which spends no step on ended rows;
+        None draws in lock-step.
       right: reward of a right answer.
       wrong: reward of a wrong one.
     """
@@ -36,13 +50,20 @@ class RolloutConfig:
     prompts: int = 64
     group_size: int = 8
     max_rounds: int = 10
+    shortage: Literal['smaller', 'error'] = 'smaller'
+    chunks: int = 1
+    engine: EngineConfig | None = None
     right: float = 1.0
     wrong: float = 0.0
 
     def __post_init__(self):
-        for name in ('prompts', 'group_size', 'max_rounds'):
+        for name in ('prompts', 'group_size', 'max_rounds', 'chunks'):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} is {getattr(self, name)}; legal is 1 or more')
+        if self.prompts % self.chunks:
+            raise ValueError(
+                f'chunks is {self.chunks}; legal are divisors of prompts, {self.prompts}'
+            )
         if not self.right > self.wrong:
             raise ValueError(f'right is {self.right}; legal is above wrong, {self.wrong}')
 
@@ -113,21 +134,32 @@ def make_collector(
     config: RolloutConfig,
     sampling: SamplingConfig,
     prompt_width: int,
+    *,
+    values: Callable[[Any, Rollout], Any] | None = None,
+    replay: Sequence[str] = ('support', 'routing'),
 ) -> Collect:
-    """Build collect(params, reference, source, key, version) -> Collected.
+    """Build collect(state, reference, source, key, version) -> Collected.
 
     Each round takes `config.prompts` problems from `source`, draws `group_size` answers to each,
     judges them, shapes the rewards and asks the keep rule; rounds go on until prompts * group_size
     rows are kept or `max_rounds` are spent. Surplus rows are cut, missing ones filled up with rows
-    of mask 0, which count in no mean. Advantages are estimated on the rows that stay.
+    of mask 0, which count in no mean. Rows without a reward lose their mask, too, and metric
+    `rollout/not_judged` says how many they are. Advantages are estimated on the rows that stay.
 
     The reference policy is scored only where the algorithm reads it, the critic likewise. The
     answer is one segment, and `segment_rewards` holds its reward at its last token.
 
-    `collect` raises ValueError where no row is kept within `max_rounds`.
+    Args:
+      model, algorithm, judge, config, sampling: as named.
+      prompt_width: width that prompts are padded to.
+      values: (TrainState, Rollout) -> [B,T], the critic's (`Learner.values`), where one is read.
+      replay: recorded fields that scoring replays: of 'support' and 'routing'.
+
+    `collect` raises ValueError where no row is kept within `max_rounds`, or too few of them and
+    `config.shortage` is 'error'.
     """
     needed = required_fields(algorithm)
-    rows = config.prompts * config.group_size
+    draw = make_draw(model, config, sampling, prompt_width)
     score = jax.jit(
         functools.partial(
             scoring.score,
@@ -140,60 +172,109 @@ def make_collector(
     advantages = jax.jit(algorithm.advantages)
 
     @jax.jit
-    def shape_and_keep(rollout: Rollout):
+    def shape_and_keep(rollout: Any):
         rollout = algorithm.shape(rollout)
-        return rollout, algorithm.keep(rollout)
+        judged = jnp.isfinite(rollout.rewards)[:, None]
+        masked = dataclasses.replace(rollout, mask=jnp.where(judged, rollout.mask, 0))
+        return masked, algorithm.keep(rollout)
 
-    def draw(
-        params: Any, reference: Any, items: Sequence[Item], key: Any, version: int, first: int
-    ):
-        repeated = [item for item in items for _ in range(config.group_size)]
-        prompts = pad_prompts([item.ids for item in repeated], prompt_width)
-        drawn: Any = sample(model, params, prompts, key, sampling, version=version)
-        marks = judge(answers_of(drawn, model.tokenizer), [item.entry for item in repeated])
-        changes: dict[str, Any] = dict(
-            group=first + np.repeat(np.arange(len(items), dtype=np.int32), config.group_size),
-            positive=marks == 1,
-            rewards=np.where(np.isnan(marks), np.nan, np.where(marks, config.right, config.wrong)),
-        )
-        changes['rewards'] = changes['rewards'].astype(np.float32)
+    def enrich(state: Any, reference: Any, rollout: Any) -> Rollout:
+        dropped = {name: None for name in ('support', 'routing') if name not in replay}
+        changes: dict[str, Any] = dict(dropped)
+        rollout = dataclasses.replace(rollout, **dropped)
         if needed & {'logp_ref'}:
-            changes['logp_ref'] = score(reference, drawn).logp_new
+            changes['logp_ref'] = score(reference, rollout).logp_new
         if needed & {'values', 'values_old', 'returns'}:
-            changes['values'] = score(params, drawn).values
+            assert values is not None
+            changes['values'] = values(state, rollout)
         if needed & {'segment', 'segment_rewards'}:
-            changes['segment'] = jnp.zeros(drawn.tokens.shape, jnp.int32)
-            last = jnp.arange(drawn.tokens.shape[1]) == drawn.length[:, None] - 1
-            changes['segment_rewards'] = jnp.where(last, changes['rewards'][:, None], jnp.nan)
-        return dataclasses.replace(drawn, **changes)
+            changes['segment'] = jnp.zeros(rollout.tokens.shape, jnp.int32)
+            last = jnp.arange(rollout.tokens.shape[1]) == rollout.length[:, None] - 1
+            changes['segment_rewards'] = jnp.where(last, rollout.rewards[:, None], jnp.nan)
+        return dataclasses.replace(rollout, **changes)
 
     def collect(
-        params: Any, reference: Any, source: Iterator[list[Item]], key: Any, version: int = 0
+        state: Any, reference: Any, source: Iterator[list[Item]], key: Any, version: int = 0
     ) -> Collected:
+        rows = config.prompts * config.group_size
         kept, drawn, count = [], [], 0
         for number in range(config.max_rounds):
-            first = number * config.prompts
-            round_key = jax.random.fold_in(key, number)
-            drawn.append(draw(params, reference, next(source), round_key, version, first))
-            shaped, keep = jax.device_get(shape_and_keep(drawn[-1]))
+            raw: Any = draw(
+                state.params, judge, next(source), jax.random.fold_in(key, number), version
+            )
+            raw = dataclasses.replace(raw, group=raw.group + number * config.prompts)
+            drawn.append(jax.device_get(raw))
+            shaped, keep = jax.device_get(shape_and_keep(enrich(state, reference, raw)))
             kept.append(jax.tree.map(lambda x, keep=keep: x[keep], shaped))
             count += int(keep.sum())
             if count >= rows:
                 break
-        if count == 0:
-            raise ValueError(
-                f'none of {len(drawn) * rows} answers in {len(drawn)} rounds was kept: the keep '
-                'rule of the algorithm drops all of them, as where every group of answers has '
-                'equal rewards. Use easier or harder problems (task), a longer warm start, a '
-                'higher temperature, a larger rollout.group_size, or an algorithm without one'
-            )
+        check_count(count, rows, len(drawn), config.shortage)
         rollout = fill(jax.tree.map(lambda *x: np.concatenate(x), *kept), rows)
         estimates = advantages(rollout)
-        metrics = describe(jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(drawn)))
+        metrics = describe(jax.tree.map(lambda *x: np.concatenate(x), *drawn))
         metrics |= {'rollout/rounds': float(len(drawn)), 'rollout/kept': min(count / rows, 1.0)}
         return Collected(to_batch(rollout, *estimates), rollout, metrics)
 
     return collect
+
+
+def make_draw(
+    model: Any, config: RolloutConfig, sampling: SamplingConfig, prompt_width: int
+) -> Callable[..., Rollout]:
+    """Build draw(params, judge, items, key, version): judged answers to the items, one round.
+
+    The rows of a group follow each other; each row's noise depends on `key` and its number alone.
+    """
+    if config.engine is None:
+        decode = sample
+    else:
+        size = prompt_width + sampling.max_new_tokens
+        engine = dataclasses.replace(config.engine, size=config.engine.size or size)
+        decode = functools.partial(sample_continuous, engine=engine)
+
+    def draw(params: Any, judge: Judge, items: Sequence[Item], key: Any, version: int) -> Rollout:
+        repeated = [item for item in items for _ in range(config.group_size)]
+        keys = row_keys(key, len(repeated))
+        size = len(repeated) // config.chunks
+        parts, marks = [], []
+        with concurrent.futures.ThreadPoolExecutor(config.chunks) as pool:
+            for start in range(0, len(repeated), size):
+                chunk = repeated[start : start + size]
+                prompts = pad_prompts([item.ids for item in chunk], prompt_width)
+                part = decode(
+                    model, params, prompts, keys[start : start + size], sampling, version=version
+                )
+                answers = answers_of(part, model.tokenizer)
+                marks.append(pool.submit(judge, answers, [item.entry for item in chunk]))
+                parts.append(part)
+        marked = np.concatenate([future.result() for future in marks])
+        rewards = np.where(marked, config.right, config.wrong)
+        rollout = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        return dataclasses.replace(
+            rollout,
+            group=np.repeat(np.arange(len(items), dtype=np.int32), config.group_size),
+            positive=marked == 1,
+            rewards=np.where(np.isnan(marked), np.nan, rewards).astype(np.float32),
+        )
+
+    return draw
+
+
+def check_count(count: int, rows: int, rounds: int, shortage: str) -> None:
+    """Raise ValueError where no row was kept, or too few and `shortage` is 'error'."""
+    advice = (
+        'the keep rule of the algorithm drops rows, as where every group of answers has equal '
+        'rewards. Use easier or harder problems (task), a longer warm start, a higher temperature, '
+        'a larger rollout.group_size, or an algorithm without one'
+    )
+    if count == 0:
+        raise ValueError(f'none of {rounds * rows} answers in {rounds} rounds was kept: {advice}')
+    if count < rows and shortage == 'error':
+        raise ValueError(
+            f'only {count} of {rows} rows were kept in {rounds} rounds, and rollout.shortage is '
+            f"'error': {advice}; or raise rollout.max_rounds"
+        )
 
 
 def fill(rollout: Rollout, rows: int) -> Rollout:

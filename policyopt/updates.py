@@ -73,8 +73,9 @@ def router_terms(
     loads = aux['load']
     count = jnp.maximum(tokens * loads.shape[0], 1)
     loss = jnp.zeros((), jnp.float32)
-    for name in ('load_balance', 'router_z'):
-        if coefficient := getattr(router, name):
+    terms = (('load_balance', router.load_balance), ('router_z', router.router_z))
+    for name, coefficient in terms:
+        if coefficient:
             loss = loss + coefficient * aux[name].total / count
     agreement = aux['replay_agreement']
     replayed = Mean(total=agreement.count, count=jnp.sum(loads))

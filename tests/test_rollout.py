@@ -1,6 +1,8 @@
 """From problems to batches: groups, rewards, dynamic sampling, empty rows, what is scored."""
 
 import dataclasses
+import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import policyopt as po
 from policyopt import data, models, rollout, scoring
 from policyopt.models.transformer import Hidden
 from policyopt.rollout import RolloutConfig, make_collector, required_fields
-from policyopt.sampling import SamplingConfig
+from policyopt.sampling import EngineConfig, SamplingConfig
 
 TOKENIZER = data.arithmetic_tokenizer()
 ITEMS = [
@@ -55,9 +57,13 @@ def collector(algorithm, judge, prompts=2, group_size=4, max_rounds=3, **config)
     )
 
 
+def state_of(params):
+    return types.SimpleNamespace(params=params)
+
+
 def collect(algorithm, judge, **kw):
     source = data.batches(ITEMS, kw.get('prompts', 2), seed=0)
-    return collector(algorithm, judge, **kw)({}, None, source, jax.random.key(0), 3)
+    return collector(algorithm, judge, **kw)(state_of({}), None, source, jax.random.key(0), 3)
 
 
 def cycling(*marks):
@@ -128,6 +134,7 @@ def test_row_without_a_reward_leaves_the_statistics():
     assert found.batch.advantages[np.arange(3), first].tolist() == [0.5, 0, -0.5]
     assert found.metrics['rollout/not_judged'] == pytest.approx(1 / 3)
     assert found.metrics['accuracy'] == 0.5
+    assert np.asarray(found.batch.mask).any(axis=1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize('mark', [0, 1])
@@ -163,6 +170,35 @@ def test_batch_that_stays_short_is_filled_with_rows_that_count_nowhere():
     assert len(parts) == 1 and parts[0].group.tolist() == [0] * 4
 
 
+def test_batch_that_stays_short_is_an_error_where_the_config_says_so():
+    judge = cycling(1, 0, 0, 0, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="only 4 of 8 rows were kept in 1 rounds, .* is 'error'"):
+        collect(po.algorithms.dapo(max_length=3, cache=1), judge, max_rounds=1, shortage='error')
+
+
+def test_chunks_and_the_engine_change_no_token():
+    want = collect(NO_KL, cycling(1, 0), prompts=4).batch
+    for changes in (dict(chunks=2), dict(chunks=4), dict(engine=EngineConfig(slots=3, steps=2))):
+        found = collect(NO_KL, cycling(1, 0), prompts=4, **changes).batch
+        for name in ('tokens', 'mask', 'group', 'rewards', 'length', 'version'):
+            np.testing.assert_array_equal(getattr(found, name), getattr(want, name), err_msg=name)
+
+
+def test_answers_are_judged_while_the_next_chunk_is_decoded():
+    """The first chunk's judge ends only after the second chunk's has begun."""
+    begun = [threading.Event(), threading.Event()]
+
+    def judge(answers, entries):
+        number = int(begun[0].is_set())
+        begun[number].set()
+        if number == 0:
+            assert begun[1].wait(timeout=60)
+        return np.full(len(answers), number, np.float32)
+
+    found = collect(NO_KL, judge, prompts=2, chunks=2)
+    assert found.batch.rewards.tolist() == [0] * 4 + [1] * 4
+
+
 def test_minibatches_are_slices_of_equal_size():
     found = collect(NO_KL, cycling(1, 0))
     parts = rollout.minibatches(found.batch, 4)
@@ -176,7 +212,9 @@ def test_next_steps_differ_and_repeat_with_the_key():
     step = collector(NO_KL, cycling(1, 0))
 
     def tokens(key):
-        return step({}, None, data.batches(ITEMS, 2, seed=0), jax.random.key(key), 0).batch.tokens
+        return step(
+            state_of({}), None, data.batches(ITEMS, 2, seed=0), jax.random.key(key), 0
+        ).batch.tokens
 
     assert np.array_equal(tokens(1), tokens(1)) and not np.array_equal(tokens(1), tokens(2))
 
@@ -207,8 +245,9 @@ def test_reference_and_critic_are_scored_on_the_taken_tokens():
         RolloutConfig(prompts=2, group_size=2),
         SamplingConfig(max_new_tokens=3, temperature=0.8),
         prompt_width=5,
+        values=lambda state, batch: scoring.score(model, state.params, batch).values,
     )
-    found = step(params, reference, data.batches(ITEMS, 2, seed=0), jax.random.key(0))
+    found = step(state_of(params), reference, data.batches(ITEMS, 2, seed=0), jax.random.key(0))
     score = jax.jit(lambda p, b: scoring.score(model, p, b, temperature=0.8))
     np.testing.assert_allclose(
         found.batch.logp_ref, score(reference, found.batch).logp_new, atol=1e-6
@@ -225,5 +264,7 @@ def test_reference_and_critic_are_scored_on_the_taken_tokens():
 def test_config_errors():
     with pytest.raises(ValueError, match='group_size is 0'):
         RolloutConfig(group_size=0)
+    with pytest.raises(ValueError, match='chunks is 3; legal are divisors of prompts, 4'):
+        RolloutConfig(prompts=4, chunks=3)
     with pytest.raises(ValueError, match='right is 0.0; legal is above wrong, 1.0'):
         RolloutConfig(right=0.0, wrong=1.0)

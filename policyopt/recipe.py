@@ -1,0 +1,327 @@
+"""What a run is a function of: a config's fields, checked, and what they name, built."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from policyopt import algorithms, checks, data, models, rewards, settings
+from policyopt import critic as critic_lib
+from policyopt import learner as learner_lib
+from policyopt import rollout as rollout_lib
+from policyopt.sampling import SamplingConfig, allowed_mask
+from policyopt.types import Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart:
+    """Supervised learning on right answers, until the policy is worth improving.
+
+    Attributes:
+      optimizer: of this stage.
+      batch: rows of a step.
+      max_steps: the run fails where the accuracy is not reached by then.
+      every: steps between looks at the held-out accuracy.
+      accuracy: (low, high) held-out accuracy; the first look at or above `low` ends the warm start,
+        and one above `high` is remarked on.
+    """
+
+    optimizer: learner_lib.OptimizerConfig
+    batch: int = 128
+    max_steps: int = 1000
+    every: int = 10
+    accuracy: tuple[float, float] = (0.25, 0.5)
+
+    def __post_init__(self):
+        for name in ('batch', 'max_steps', 'every'):
+            checks.number(f'warm_start.{name}', getattr(self, name), 1)
+        low, high = self.accuracy
+        if not 0 < low < high <= 1:
+            raise ValueError(
+                f'warm_start.accuracy is {(low, high)}; legal is 0 < low < high <= 1, or '
+                'warm_start=None for a policy that needs none'
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How held-out accuracy is measured.
+
+    Attributes:
+      every: RL steps between measurements; the first and the last are always made.
+      batch: rows sampled at once.
+      temperature: 0 takes the most probable token.
+      samples: answers printed at the end.
+    """
+
+    every: int = 25
+    batch: int = 512
+    temperature: float = 0.0
+    samples: int = 8
+
+    def __post_init__(self):
+        for name, low in (('every', 1), ('batch', 1), ('temperature', 0), ('samples', 0)):
+            checks.number(f'evaluation.{name}', getattr(self, name), low)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What scoring takes from the sampler's record, so that the first ratio is 1.
+
+    Attributes:
+      support: the kept token ids of truncated sampling. False scores under the full distribution:
+        the first ratio is then the kept mass, below 1.
+      routing: experts of a mixture: 'rollout' replays the sampler's (R3, arXiv:2510.11370),
+        'recompute' those of the proximal policy's own forward pass (R2, arXiv:2512.01374), None
+        routes live each time.
+    """
+
+    support: bool = True
+    routing: Literal['rollout', 'recompute'] | None = 'rollout'
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """A critic with its own optimizer, for algorithms that estimate values.
+
+    Attributes:
+      optimizer: of the critic's trunk; on a shared trunk, of value pretraining alone.
+      own: its own trunk, of the policy's shape and starting from its parameters (after the warm
+        start); False shares the policy's.
+      pretrain: steps that fit the critic to Monte-Carlo returns of the frozen policy before RL, and
+        when they stop; None for none.
+    """
+
+    optimizer: learner_lib.OptimizerConfig
+    own: bool = False
+    pretrain: critic_lib.ValueStop | None = None
+
+    def __post_init__(self):
+        if not self.own and self.pretrain is None:
+            raise ValueError(
+                'critic has no effect without its own trunk and without pretraining; legal is '
+                'own=True, a `pretrain` section, or critic=None, which trains a value head on the '
+                "policy's trunk with the policy's optimizer"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything a run is a function of.
+
+    Attributes:
+      task, tasks: problems; one data.TaskConfig, or several by name, which are mixed.
+      model: fields of models.ModelConfig, where the tokenizer gives vocab_size; or `path`, a
+        Hugging Face folder or GGUF file, with overrides that models.load takes. The value head
+        comes with algorithms that need a critic.
+      tokenizer: characters that a model without `path` knows: those of 'arithmetic', or 'ascii'.
+      algorithm: import path of a factory, with its arguments in `algorithm_kw`.
+      rollout, sampling, optimizer, evaluation: see their classes.
+      warm_start: the supervised stage; None for none.
+      steps: RL steps, each of which draws new answers.
+      epochs: passes over the rows of a step.
+      minibatches: optimizer steps of a pass.
+      microbatches: parts of a minibatch, for memory only.
+      length_buckets: microbatches by length instead.
+      logp_old: the ratio's denominator is the 'sampler's log-prob, or 'recomputed' before the first
+        update of a step; corrections for the sampler's own error then see both.
+      replay: of support and routing.
+      router: coefficients of load-balance and z-loss of a mixture of experts.
+      critic: its own trunk or pretraining; None where neither is wanted.
+      reference_every: RL steps between syncs of the reference policy; None keeps the start.
+      ema: decay of the parameters' moving average, which is then what evaluation measures.
+      seed: of parameters, order of the problems and sampling.
+    """
+
+    model: Mapping[str, Any]
+    algorithm: str
+    rollout: rollout_lib.RolloutConfig
+    sampling: SamplingConfig
+    optimizer: learner_lib.OptimizerConfig
+    evaluation: Evaluation
+    task: data.TaskConfig | None = None
+    tasks: Mapping[str, data.TaskConfig] = dataclasses.field(default_factory=dict)
+    tokenizer: Literal['arithmetic', 'ascii'] = 'arithmetic'
+    warm_start: WarmStart | None = None
+    algorithm_kw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = 100
+    epochs: int = 1
+    minibatches: int = 1
+    microbatches: int = 1
+    length_buckets: learner_lib.LengthBuckets | None = None
+    logp_old: Literal['sampler', 'recomputed'] = 'sampler'
+    replay: Replay = Replay()
+    router: learner_lib.RouterLosses = learner_lib.RouterLosses()
+    critic: CriticConfig | None = None
+    reference_every: int | None = None
+    ema: float | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ('steps', 'epochs', 'minibatches', 'microbatches'):
+            checks.number(f'config.{name}', getattr(self, name), 1)
+        if (self.task is None) == (not self.tasks):
+            raise ValueError('config has both task and tasks, or neither; legal is one of them')
+        rows = self.rollout.prompts * self.rollout.group_size
+        parts = self.minibatches * self.microbatches
+        if rows % parts:
+            raise ValueError(
+                f'config.minibatches * config.microbatches is {parts}; legal are divisors of the '
+                f'{rows} rows of a step (rollout.prompts * rollout.group_size)'
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError('config.sampling.temperature is 0; training needs one above 0')
+        if self.replay.routing == 'recompute' and self.logp_old != 'recomputed':
+            raise ValueError(
+                "config.replay.routing is 'recompute', which needs config.logp_old='recomputed'"
+            )
+        if not self.replay.support and not self.sampling.truncated:
+            raise ValueError(
+                'config.replay.support is False, but config.sampling truncates nothing; legal is '
+                'True'
+            )
+
+
+class Setup(NamedTuple):
+    """What every stage uses.
+
+    Attributes:
+      config: as read.
+      model: of the policy, and of a critic with its own trunk where the config asks for one.
+      params: parameters from a checkpoint; None where they are drawn.
+      task, judge: problems, and what judges answers to them.
+      algorithm: as named.
+      needed: optional fields that it reads; see rollout.required_fields.
+      width: tokens of a row, prompt and answer.
+    """
+
+    config: RunConfig
+    model: Any
+    critic_model: Any
+    params: Any
+    task: data.Task
+    judge: rewards.Judge
+    algorithm: Algorithm
+    needed: frozenset[str]
+    width: int
+
+
+def prepare(config: Mapping[str, Any]) -> Setup:
+    """Check a config and build what it names, before anything is compiled.
+
+    Raises ValueError or TypeError naming the field, its value, what is legal and, for names, the
+    nearest spelling.
+    """
+    c = settings.read(RunConfig, config)
+    algorithm = algorithms.resolve(c.algorithm, **c.algorithm_kw)
+    needed = rollout_lib.required_fields(algorithm)
+    critic = bool(needed & {'values', 'values_old', 'returns'})
+    if c.critic is not None and not critic:
+        raise ValueError(f'config.critic has no effect: {c.algorithm} estimates no values')
+    if c.reference_every is not None and 'logp_ref' not in needed:
+        raise ValueError(
+            f'config.reference_every has no effect: no term of {c.algorithm} reads a reference '
+            'policy (its KL coefficient may be 0); legal is None'
+        )
+    own = c.critic is not None and c.critic.own
+    model, params = _model(c, value_head=critic and not own)
+    task = data.make_task(c.task or c.tasks, model.tokenizer)
+    if c.sampling.max_new_tokens < task.longest_answer and c.warm_start is not None:
+        raise ValueError(
+            f'config.sampling.max_new_tokens is {c.sampling.max_new_tokens}; the longest answer '
+            f'with its end of sequence has {task.longest_answer} tokens'
+        )
+    return Setup(
+        config=c,
+        model=model,
+        critic_model=_with_value_head(model) if own else None,
+        params=params,
+        task=task,
+        judge=rewards.graded(task.score),
+        algorithm=algorithm,
+        needed=needed,
+        width=task.prompt_width + c.sampling.max_new_tokens,
+    )
+
+
+def _model(c: RunConfig, value_head: bool) -> tuple[Any, Any]:
+    """The model that the config describes or names, and its parameters where it names one."""
+    fields = c.model
+    if 'path' in fields:
+        if c.tokenizer != 'arithmetic':
+            raise ValueError(
+                f'config.tokenizer is {c.tokenizer!r}, but config.model.path brings its own; leave '
+                'it out'
+            )
+        overrides = {name: value for name, value in fields.items() if name != 'path'}
+        if value_head:
+            overrides.setdefault('value_head', True)
+        model, params = models.load(fields['path'], **overrides)
+        if model.tokenizer is None:
+            raise ValueError(f'config.model.path is {fields["path"]!r}, which has no tokenizer')
+        return model, params
+    tokenizer = {'arithmetic': data.arithmetic_tokenizer, 'ascii': data.ascii_tokenizer}[
+        c.tokenizer
+    ]()
+    shape = {'vocab_size': tokenizer.vocab_size, 'value_head': value_head, **fields}
+    config = settings.read(models.ModelConfig, shape, 'config.model')
+    if config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f'config.model.vocab_size is {config.vocab_size}; the tokenizer has '
+            f'{tokenizer.vocab_size} ids'
+        )
+    return models.build(config, tokenizer), None
+
+
+def _with_value_head(model: Any) -> Any:
+    config = dataclasses.replace(model.config, value_head=True)
+    return models.build(config, model.tokenizer)
+
+
+def first_params(setup: Setup) -> Any:
+    """Parameters from the checkpoint, or drawn from the seed."""
+    if setup.params is not None:
+        return setup.params
+    return jax.jit(setup.model.init)(jax.random.key(setup.config.seed))
+
+
+def make_learner(setup: Setup) -> learner_lib.Learner:
+    """The learner of the RL stage."""
+    c = setup.config
+    critic = None
+    if c.critic is not None:
+        critic = critic_lib.Critic(
+            learner_lib.make_optimizer(c.critic.optimizer), setup.critic_model
+        )
+    return learner_lib.make_learner(
+        setup.model,
+        setup.algorithm,
+        learner_lib.make_optimizer(c.optimizer),
+        critic=critic,
+        ema=c.ema,
+        router=c.router,
+        routing='recompute' if c.replay.routing == 'recompute' else 'rollout',
+        temperature=c.sampling.temperature,
+        allowed=allowed_mask(c.sampling, setup.model.config.vocab_size),
+        microbatches=c.microbatches,
+        length_buckets=c.length_buckets,
+    )
+
+
+def critic_params(setup: Setup, params: Any) -> Any:
+    """First parameters of a critic's own trunk: copies of the policy's, and a fresh value head."""
+    if setup.critic_model is None:
+        return None
+    fresh = jax.jit(setup.critic_model.init)(jax.random.key(setup.config.seed))
+    return {name: jax.tree.map(jnp.copy, params.get(name, fresh[name])) for name in fresh}
+
+
+def write(config: Mapping[str, Any], path: Path) -> None:
+    """Write a config as JSON."""
+    path.write_text(json.dumps(dict(config), indent=2, default=str) + '\n')
