@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from policyopt import algorithms, checks, data, models, rewards, settings
+from policyopt import algorithms, checks, data, models, rewards, settings, shaping
 from policyopt import critic as critic_lib
 from policyopt import learner as learner_lib
 from policyopt import rollout as rollout_lib
 from policyopt.sampling import SamplingConfig, allowed_mask
-from policyopt.types import Algorithm
+from policyopt.types import Algorithm, keep_all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +122,8 @@ class RunConfig:
         comes with algorithms that need a critic.
       tokenizer: characters that a model without `path` knows: those of 'arithmetic', or 'ascii'.
       algorithm: import path of a factory, with its arguments in `algorithm_kw`.
+      dynamic_sampling: drop groups whose rewards are all equal, which have no gradient, and draw
+        others in their place (arXiv:2503.14476); for algorithms that don't by themselves.
       rollout, sampling, optimizer, evaluation: see their classes.
       warm_start: the supervised stage; None for none.
       steps: RL steps, each of which draws new answers.
@@ -150,6 +152,7 @@ class RunConfig:
     tokenizer: Literal['arithmetic', 'ascii'] = 'arithmetic'
     warm_start: WarmStart | None = None
     algorithm_kw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dynamic_sampling: bool = False
     steps: int = 100
     epochs: int = 1
     minibatches: int = 1
@@ -220,6 +223,12 @@ def prepare(config: Mapping[str, Any]) -> Setup:
     """
     c = settings.read(RunConfig, config)
     algorithm = algorithms.resolve(c.algorithm, **c.algorithm_kw)
+    if c.dynamic_sampling:
+        if algorithm.keep is not keep_all:
+            raise ValueError(
+                f'config.dynamic_sampling has no effect: {c.algorithm} has a keep rule of its own'
+            )
+        algorithm = algorithm._replace(keep=shaping.diverse_rewards())
     needed = rollout_lib.required_fields(algorithm)
     critic = bool(needed & {'values', 'values_old', 'returns'})
     if c.critic is not None and not critic:
@@ -232,6 +241,12 @@ def prepare(config: Mapping[str, Any]) -> Setup:
     own = c.critic is not None and c.critic.own
     model, params = _model(c, value_head=critic and not own)
     task = data.make_task(c.task or c.tasks, model.tokenizer)
+    width = task.prompt_width + c.sampling.max_new_tokens
+    if c.length_buckets is not None and c.length_buckets.widths[-1] < width:
+        raise ValueError(
+            f'config.length_buckets.widths is {c.length_buckets.widths}; the widest must hold a '
+            f'whole row, {width} tokens'
+        )
     if c.sampling.max_new_tokens < task.longest_answer and c.warm_start is not None:
         raise ValueError(
             f'config.sampling.max_new_tokens is {c.sampling.max_new_tokens}; the longest answer '
@@ -246,7 +261,7 @@ def prepare(config: Mapping[str, Any]) -> Setup:
         judge=rewards.graded(task.score),
         algorithm=algorithm,
         needed=needed,
-        width=task.prompt_width + c.sampling.max_new_tokens,
+        width=width,
     )
 
 

@@ -137,6 +137,12 @@ def test_tiny_run_of_every_algorithm(name, tmp_path):
             'critic has no effect without',
         ),
         ('tiny', dict(model=dict(path='no/such/folder')), 'no/such/folder'),
+        ('tiny,algorithm=dapo', dict(dynamic_sampling=True), 'has a keep rule of its own'),
+        (
+            'tiny',
+            dict(length_buckets=dict(token_budget=64, widths=(8,))),
+            'the widest must hold a whole row, 11 tokens',
+        ),
         ('tiny', dict(tokenizer='ascii', model=dict(path='x')), 'config.model.path brings its own'),
     ],
 )
