@@ -82,7 +82,9 @@ def runs_of(case: Case, limits: np.ndarray, top_p: float) -> dict[str, Callable[
     sizes = EngineConfig(
         slots=case.slots,
         size=PROMPT + longest,
-        prefill_rows=case.slots,
+        refill=max(1, case.slots // 8),
+        min_slots=1,
+        prefill_rows=max(1, case.slots // 8),
         prefill_width=PROMPT,
         bucket=64,
     )

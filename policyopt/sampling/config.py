@@ -168,14 +168,20 @@ class PerRow:
 class EngineConfig:
     """Sizes of an engine; they decide shapes and speed, and no token.
 
+    At their defaults each row comes out the same to the bit in whatever order rows are submitted.
+    With `min_slots`, or `prefill_rows` above 1, shapes depend on the other rows, and log-probs agree
+    to rounding.
+
     Attributes:
       slots: rows that decode together.
       size: longest row, prompt and all turns. Rows that reach it end with finish LENGTH. None takes
         longest prompt + max_new_tokens, where prompts are known (`sample_continuous`).
       steps: tokens per slot between two looks of the host. A call ends early when a slot is free
         and a prompt waits.
-      prefill_rows: prompts in one prefill where so many wait and have a slot, else one alone. Above
-        1 it is faster, and a row's last bits may depend on who waited with it.
+      refill: free slots that prompts wait for while other rows decode, so that one call fills them.
+      min_slots: where few rows decode, as at the end of a queue, the batch shrinks to a quarter, a
+        sixteenth, ..., of the slots, to this many at least. None: it does not.
+      prefill_rows: prompts in one prefill where so many wait and have a slot, else one alone.
       prefill_width: shortest prefill; wider ones are this times a power of two.
       bucket: shortest stretch of the cache that attention reads; longer ones are this times a power
         of two.
@@ -187,6 +193,8 @@ class EngineConfig:
     slots: int = 8
     size: int | None = None
     steps: int = 16
+    refill: int = 1
+    min_slots: int | None = None
     prefill_rows: int = 1
     prefill_width: int = 16
     bucket: int = 128
@@ -199,6 +207,10 @@ class EngineConfig:
             value = getattr(self, field.name)
             if field.name != 'time_limit' and value is not None and value < 1:
                 raise ValueError(f'{field.name} is {value}; legal is 1 or more')
+        for name in ('refill', 'min_slots'):
+            value = getattr(self, name)
+            if value is not None and value > self.slots:
+                raise ValueError(f'{name} is {value}; legal is up to slots, {self.slots}')
 
 
 def eos_ids(model: Any, config: SamplingConfig) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from policyopt.sampling.config import (
 from policyopt.sampling.environments import Environment, Pool, Reply
 from policyopt.sampling.rows import Row
 from policyopt.sampling.rules import Constraint, fault_text, make_rules
-from policyopt.sampling.table import ADMITTED, Event, Stats, Table
+from policyopt.sampling.table import Event, Stats, Table
 from policyopt.types import Array
 
 
@@ -137,9 +137,12 @@ class Engine:
         self._admit(params, version)
         if self._table.active().any():
             rows = self._table.rows
-            # Where somebody may want a slot or has the turn to take, look after every end.
-            hurry = self._waiting or any(r is not None and r.environment for r in rows)
-            self._settle(self._table.decode(params, version, 1 if hurry else len(rows)))
+            patience = len(rows)
+            if self._waiting or self._starting:
+                patience = max(1, self._engine.refill - len(self._table.free()))
+            if any(r is not None and r.environment for r in rows):
+                patience = 1  # it has the turn at once
+            self._settle(self._table.decode(params, version, patience))
         elif len(self._pool) and not self._ended:
             self._answers(wait=True)
         ended, self._ended = self._ended, []
@@ -179,18 +182,30 @@ class Engine:
 
     def _admit(self, params: Any, version: int) -> None:
         """Fill free slots from the queue; a row that ends with its first token frees its own."""
-        while self._waiting and (free := len(self._table.free())):
-            key = self._waiting[0].prefix_key()
-            if key not in self._prefixes:
+        while free := self._open():
+            if self._waiting[0].prefix_key() not in self._prefixes:
                 self._prefill(params, free)
+            prefix = self._prefixes[self._waiting[0].prefix_key()][0]
             rows: list[Row] = []
-            while self._waiting and len(rows) < min(free, ADMITTED):
-                if self._waiting[0].prefix_key() != key:
+            source: list[int] = []
+            keys: list[tuple] = []
+            while self._waiting and len(rows) < min(free, self._table.admitted):
+                key = self._waiting[0].prefix_key()
+                if self._prefixes.get(key, (None,))[0] is not prefix:
                     break
                 rows.append(self._waiting.popleft())
-            self._settle(self._table.admit(rows, *self._prefixes[key], version))
-            if not any(row.prefix_key() == key for row in self._waiting):
+                source.append(self._prefixes[key][1])
+                keys.append(key)
+            self._settle(self._table.admit(rows, prefix, source, version))
+            wanted = {row.prefix_key() for row in self._waiting} if self._waiting else ()
+            for key in set(keys).difference(wanted):
                 del self._prefixes[key]
+
+    def _open(self) -> int:
+        """Free slots that waiting rows may have now: `refill` at least, while others decode."""
+        free = len(self._table.free())
+        wanted = min(self._engine.refill, len(self._waiting))
+        return free if wanted and (free >= wanted or not self._table.active().any()) else 0
 
     def _prefill(self, params: Any, free: int) -> None:
         """Run the prompt at the head of the queue, with others of its bucket that have a slot."""
