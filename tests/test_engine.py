@@ -67,8 +67,13 @@ def test_tokens_do_not_depend_on_slots_order_or_refills():
     config = SamplingConfig(max_new_tokens=12, top_p=0.9)
     expected = jax.device_get(sample(model, table, prompts, keys, config))
     order = np.random.default_rng(0).permutation(len(prompts))
-    for slots, steps, rows in ((1, 5, 1), (3, 1, 2), (8, 16, 1)):
-        sizes = EngineConfig(slots=slots, size=16, steps=steps, prefill_rows=rows)
+    for slots, steps, rows, more in (
+        (1, 5, 1, {}),
+        (3, 1, 2, {}),
+        (8, 16, 1, {}),
+        (5, 3, 2, dict(refill=2, min_slots=1)),
+    ):
+        sizes = EngineConfig(slots=slots, size=16, steps=steps, prefill_rows=rows, **more)
         engine = Engine(model, config, sizes)
         engine.submit([prompts[i] for i in order], keys[order])
         for row in run(engine, table):
@@ -113,6 +118,46 @@ def test_a_group_prefills_its_prompt_once():
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_array_equal(got.routing, expected.routing)
     np.testing.assert_allclose(got.logp_behavior, expected.logp_behavior, atol=2e-5)
+    # Case: replay padding: -1 where nothing was fed, never expert 0.
+    fed = np.arange(8) < np.asarray(got.length)[:, None] - 1
+    np.testing.assert_array_equal(np.all(np.asarray(got.routing) >= 0, axis=(2, 3)), fed)
+    np.testing.assert_array_equal(np.all(np.asarray(got.routing) == -1, axis=(2, 3)), ~fed)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (got, expected))
+    assert shapes[0] == shapes[1]  # field for field, None for None
+
+
+def test_a_queue_that_ends_decodes_in_fewer_slots():
+    # State of a constraint, limits and records follow a row into the smaller batch and back.
+    table = np.full((5, V), -1)
+    for i in range(5):
+        table[i, i * 2 : i * 2 + 2] = (i + 1) % 5
+    limits = np.array([3, 5, 2, 20, 4, 18, 3, 1, 6, 2, 12])
+    prompts = [[3 + i % 5] for i in range(len(limits))]
+    config, constraint = SamplingConfig(max_new_tokens=20), automaton(table)
+    per_row = PerRow(max_new_tokens=limits)
+    expected = sample(
+        ENDLESS, noise(V), prompts, key(5), config, per_row=per_row, constraint=constraint
+    )
+    useful = []
+    for more in ({}, dict(min_slots=1, refill=3, prefill_rows=2)):
+        sizes = EngineConfig(slots=8, size=24, steps=4, **more)
+        engine = Engine(ENDLESS, config, sizes, constraint=constraint)
+        engine.submit(prompts, key(5), per_row=per_row)
+        got = to_rollout(run(engine, noise(V), 0), 21)
+        for name in ('tokens', 'mask', 'length', 'finish', 'support', 'version', 'segment'):
+            np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), err_msg=name)
+        np.testing.assert_allclose(got.logp_behavior, expected.logp_behavior, atol=2e-6)
+        useful.append(engine.stats.useful)
+    assert useful[0] < 0.5 < useful[1]
+
+
+@pytest.mark.parametrize('rows', [1, 2, 6])
+def test_refills_that_wait_reach_every_row(rows):
+    sizes = EngineConfig(slots=4, size=24, steps=2, refill=4, prefill_rows=4)
+    engine = Engine(ENDLESS, SamplingConfig(max_new_tokens=7), sizes)
+    per_row = PerRow(max_new_tokens=[7, 3, 5, 1, 6, 2][:rows])
+    engine.submit([[3]] * rows, key(), per_row=per_row)
+    assert [len(a) for a in answers(run(engine, chain(V)))] == [7, 3, 5, 1, 6, 2][:rows]
 
 
 def test_new_parameters_act_between_two_steps():
@@ -167,6 +212,23 @@ def test_abort_and_resume_lose_nothing(when):
     np.testing.assert_allclose(a.logp_behavior, b.logp_behavior, atol=2e-5)
 
 
+def test_rows_that_cannot_be_resumed_here():
+    first = Engine(ENDLESS, SamplingConfig(max_new_tokens=9), SIZES)
+    first.submit([[3], [5] * 6], key())
+    first.step(chain(V))
+    partial = first.abort()
+    small = Engine(ENDLESS, SamplingConfig(max_new_tokens=9), EngineConfig(slots=1, size=9))
+    with pytest.raises(ValueError, match='row 1: it has 11 tokens; legal is 1 to 8'):
+        small.resume(partial)
+    assert not small.busy
+    other = Engine(ENDLESS, SamplingConfig(max_new_tokens=9), SIZES)
+    other.submit([[4]], key())
+    with pytest.raises(ValueError, match='row 0: this engine has a row of that id'):
+        other.resume(partial)
+    first.resume(partial)  # none was lost
+    assert answers(run(first, chain(V)))[0] == [4, 5, 6, 7, 8, 9, 10, 11, 0]
+
+
 def test_a_constraint_survives_abort_and_resume():
     table = np.full((5, V), -1)
     for i in range(5):
@@ -213,6 +275,8 @@ def test_the_first_rows_fix_the_fields():
     for field in ('slots', 'size', 'steps', 'chunk'):
         with pytest.raises(ValueError, match=f'{field} is 0; legal is 1 or more'):
             EngineConfig(**{field: 0})
+    with pytest.raises(ValueError, match='refill is 9; legal is up to slots, 8'):
+        EngineConfig(slots=8, refill=9)
 
 
 # Environments.
@@ -258,7 +322,7 @@ def test_first_ratio_is_one_over_turns():
         replies = ([9, 8, 7, 6, 5], [4], [])
         return [Scripted([5, 6 + i], *map(Reply, replies), Reply(done=True)) for i in range(4)]
 
-    engine = EngineConfig(slots=3, size=48, steps=3, chunk=2)
+    engine = EngineConfig(slots=3, size=48, steps=3, chunk=2, min_slots=1)
     config = SamplingConfig(
         max_new_tokens=24, temperature=0.7, top_k=12, top_p=0.9, stop_ids=(1, 2, 3, 4, 5)
     )
@@ -291,6 +355,10 @@ def test_failures_of_an_environment_end_its_own_row():
         Scripted([5], Reply([V])),
         Scripted('text'),
         Scripted(hang),
+        Scripted([5], Reply(reward='much')),  # type: ignore[arg-type]
+        Scripted([5], Reply(reward=np.inf)),
+        Scripted([5], Reply(done=np.ones(2))),  # type: ignore[arg-type]
+        Scripted([5], Reply(None)),  # type: ignore[arg-type]
     ]
     engine = Engine(ENDLESS, stop, EngineConfig(slots=3, size=24, steps=4, time_limit=1.0))
     engine.submit(None, key(), environments=environments)
@@ -304,9 +372,13 @@ def test_failures_of_an_environment_end_its_own_row():
     assert errors[4] == 'environment returned str; legal is a Reply'
     assert errors[5] == 'environment gave a token outside 0 to 11'
     assert errors[6] == "environment gave 'text'; legal are token ids"
+    assert errors[8] == "environment gave reward 'much'; legal is a number, NaN for none"
+    assert errors[9] == 'environment gave reward inf; legal is a number, NaN for none'
+    assert errors[10].startswith('environment gave done array')
+    assert errors[11] == 'environment gave None; legal are token ids'
     assert answers(rows)[0] == [4, 5, 6]  # what it drew before is kept
     stats = engine.stats
-    assert (stats.failures, stats.timeouts, stats.errors) == (2, 2, 7)
+    assert (stats.failures, stats.timeouts, stats.errors) == (2, 2, 11)
 
 
 def test_environments_run_in_parallel():

@@ -1,6 +1,7 @@
 """What every sampler promises: one suite over the lock-step sampler and the slot engine."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from policyopt.sampling import (
     sample_continuous,
 )
 from policyopt.sampling import decode as decode_lib
+from policyopt.sampling import slots as slots_lib
 from tests.bigram import Bigram, Config, chain, noise
 
 V, EOS = 12, 2
@@ -146,6 +148,44 @@ def test_greedy_records_the_argmax_and_logp_0(draw):
     np.testing.assert_array_equal(got.support[drawn][:, 0], got.tokens[drawn])
     before = np.roll(got.tokens, 1, axis=1)[drawn]
     np.testing.assert_array_equal(got.tokens[drawn], table[before].argmax(axis=1))
+
+
+def test_each_token_has_a_number_of_its_own(draw):
+    # Flat logits over 512 tokens: the token is the number, times 512, cut.
+    keys = jax.random.split(key(6), 5)
+    model, table = Bigram(Config(512)), np.zeros((512, 512), np.float32)
+    got = host(draw(model, table, PROMPTS, keys, SamplingConfig(max_new_tokens=30)))
+    numbers = np.array(
+        [[jax.random.uniform(jax.random.fold_in(k, t)) for t in range(30)] for k in keys]
+    )
+    assert answers(got) == np.floor(512 * (numbers + 2.0**-24)).astype(int).tolist()
+    assert len(np.unique(numbers)) == 150
+
+
+def test_samplers_take_the_same_arguments():
+    lock_step, engine = (inspect.signature(f).parameters for f in (sample, sample_continuous))
+    own = {name: p for name, p in engine.items() if name not in ('engine', 'environments')}
+    assert list(own) == list(lock_step)
+    for name, parameter in lock_step.items():
+        assert (own[name].kind, own[name].default) == (parameter.kind, parameter.default)
+
+
+def test_samplers_compile_nothing_from_step_to_step():
+    counts = []
+    engine = EngineConfig(slots=3, steps=4, refill=2, prefill_rows=2)
+    for step in range(3):
+        table, prompts = noise(V, step), pad_prompts([[3 + step], [4, 5], [6] * (step + 1)] * 3, 3)
+        config = SamplingConfig(max_new_tokens=6, top_p=0.9 - step / 10, temperature=1 + step)
+        rollouts = [
+            sample(MODEL, table, prompts, key(step), config, version=step),
+            sample_continuous(
+                MODEL, table, prompts, key(step), config, version=step, engine=engine
+            ),
+        ]
+        np.testing.assert_array_equal(*(r.tokens for r in rollouts))
+        jitted = (decode_lib._decode, slots_lib.prefill, slots_lib.admit, slots_lib.decode)
+        counts.append([f._cache_size() for f in jitted])
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_seeds(draw):
@@ -330,6 +370,8 @@ def test_unknown_stop_token(draw):
     [
         (dict(max_new_tokens=0), 'max_new_tokens is 0'),
         (dict(temperature=-1.0), 'temperature is -1.0'),
+        (dict(temperature=1e-9), r'temperature is 1e-09; legal is 0 \(greedy\), or 1e-06 to 1e'),
+        (dict(temperature=float('nan')), 'temperature is nan'),
         (dict(top_p=0.0), 'top_p is 0.0'),
         (dict(top_k=0), 'top_k is 0'),
         (dict(min_p=1.5), 'min_p is 1.5'),
@@ -349,6 +391,8 @@ def test_settings_that_cannot_act_are_errors(kwargs, message):
         (SamplingConfig(2, force_eos=True), None, 'force_eos is on, but there is no end'),
         (SamplingConfig(2, force_eos=True, eos_id=3, banned_ids=(3,)), None, 'may not be drawn'),
         (SamplingConfig(2), PerRow(temperature=[1.0, -2.0]), 'row 1: temperature is -2.0'),
+        (SamplingConfig(2), PerRow(temperature=[1.0, 1e-9]), 'row 1: temperature is 1e-09; legal'),
+        (SamplingConfig(2, temperature=0.0), PerRow(temperature=[0.0, 1.0]), 'has no effect'),
         (SamplingConfig(2), PerRow(top_p=[0.5]), r'top_p has shape \(1,\); legal is \(2,\)'),
         (SamplingConfig(2), PerRow(max_new_tokens=[1, 3]), 'row 1: max_new_tokens is 3'),
         (SamplingConfig(2, top_k=4), PerRow(top_k=[4, 5]), 'row 1: top_k is 5; legal is 0 to 4'),
@@ -357,6 +401,20 @@ def test_settings_that_cannot_act_are_errors(kwargs, message):
 def test_settings_are_checked_before_anything_runs(draw, config, per_row, message):
     with pytest.raises(ValueError, match=message):
         draw(ENDLESS, chain(V), [[3], [4]], key(), config, per_row=per_row)
+
+
+def test_no_prompts(draw):
+    with pytest.raises(ValueError, match='there are no prompts; legal is 1 row or more'):
+        draw(ENDLESS, chain(V), [], key(), SamplingConfig(2))
+
+
+def test_lengths_of_padded_prompts_name_their_row(draw):
+    prompts = np.full((5, 2), 3), np.array([2, 3, 0, -1, 1])
+    with pytest.raises(RowErrors) as error:
+        draw(ENDLESS, chain(V), prompts, key(), SamplingConfig(max_new_tokens=2))
+    assert set(error.value.errors) == {1, 2, 3}
+    assert error.value.errors[1] == 'prompt has 3 tokens; legal is 1 to 2'
+    assert answers(error.value.rollout) == [[4, 5], [], [], [], [4, 5]]
 
 
 def test_raw_keys_are_errors(draw):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from policyopt.types import Array, Rollout
 
 SUPPORT_SIZE = 64  # K, where truncation is on and nothing says otherwise
+COLDEST, HOTTEST = 1e-6, 1e6  # temperatures above 0 that float32 logits can be divided by
 
 
 class Finish(enum.IntEnum):
@@ -84,8 +84,11 @@ class SamplingConfig:
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise ValueError(f'max_new_tokens is {self.max_new_tokens}; legal is 1 or more')
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f'temperature is {self.temperature}; legal is 0 (greedy) or above')
+        if not (self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST):
+            raise ValueError(
+                f'temperature is {self.temperature}; legal is 0 (greedy), or {COLDEST:g} to '
+                f'{HOTTEST:g}'
+            )
         for name in ('top_k', 'support_size'):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -169,8 +172,8 @@ class EngineConfig:
     """Sizes of an engine; they decide shapes and speed, and no token.
 
     At their defaults each row comes out the same to the bit in whatever order rows are submitted.
-    With `min_slots`, or `prefill_rows` above 1, shapes depend on the other rows, and log-probs agree
-    to rounding.
+    With `min_slots`, or `prefill_rows` above 1, shapes depend on the other rows, and log-probs
+    agree to rounding.
 
     Attributes:
       slots: rows that decode together.
@@ -251,6 +254,16 @@ def check_config(model: Any, config: SamplingConfig) -> None:
         raise ValueError('force_eos is on, but there is no end of sequence: set eos_id')
     if config.force_eos and allowed is not None and not allowed[ends[0]]:
         raise ValueError(f'force_eos is on, but end of sequence, {ends[0]}, may not be drawn')
+
+
+def check_greedy(config: SamplingConfig, per_row: PerRow) -> None:
+    """Raise ValueError for values of single rows that a greedy config leaves without effect."""
+    for name in ('temperature', 'top_k', 'top_p', 'min_p'):
+        if config.temperature == 0 and getattr(per_row, name) is not None:
+            raise ValueError(
+                f"{name} of single rows has no effect at the config's temperature 0, which keeps "
+                'the most probable token alone. Set the config above 0, and 0 in the greedy rows'
+            )
 
 
 def allowed_mask(config: SamplingConfig, vocab_size: int) -> Any:

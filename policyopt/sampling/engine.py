@@ -8,6 +8,8 @@ those of `sampling.sample` for the same key, whatever the slots, their order or 
 from __future__ import annotations
 
 import collections
+import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -117,7 +119,20 @@ class Engine:
         """Put back what `abort` returned; the rows go on where they stood, with their own ids.
 
         Recorded experts are replayed for what a row holds, so that its cache is the one it had.
+
+        Raises ValueError, and takes no row, where one has no room here or an id of a row here.
         """
+        rows = list(rows)
+        here = [*self._table.rows, *self._waiting, *self._ended]
+        taken = self._starting | {row.id for row in here if row is not None}
+        for row in rows:
+            if row.id in taken:
+                raise ValueError(f'row {row.id}: this engine has a row of that id')
+            if row.length >= self._size:
+                raise ValueError(
+                    f'row {row.id}: it has {row.length} tokens; legal is 1 to {self._size - 1}'
+                )
+            taken.add(row.id)
         for row in rows:
             rules = jax.tree.map(lambda x: x[None], row.rules)
             self._table.prepare(row.static, rules, row.impl, row.key.shape)
@@ -247,10 +262,7 @@ class Engine:
         self.stats.failures, self.stats.timeouts = self._pool.failures, self._pool.timeouts
 
     def _answer(self, slot: int, row: Row, value: Any, error: str | None) -> None:
-        if error is None and not isinstance(value, Reply):
-            error = f'environment returned {type(value).__name__}; legal is a Reply'
-        if error is None and not value.done:
-            error = _ids_error(value.tokens, self._model.config.vocab_size)
+        error = error or _reply_error(value, self._model.config.vocab_size)
         if error is not None:
             self._end(slot, Finish.ERROR, error)
             return
@@ -274,6 +286,22 @@ class Engine:
             self._settle(self._table.feed(params, version, tokens))
 
 
+def _reply_error(value: Any, vocab_size: int) -> str | None:
+    """What is wrong with what an environment answered, None if nothing."""
+    if not isinstance(value, Reply):
+        return f'environment returned {type(value).__name__}; legal is a Reply'
+    if not isinstance(value.done, bool | np.bool_):
+        return f'environment gave done {reprlib.repr(value.done)}; legal is True or False'
+    reward = value.reward
+    try:
+        number = isinstance(reward, int | float | np.number) and not math.isinf(float(reward))
+    except OverflowError:
+        number = False
+    if not number:
+        return f'environment gave reward {reprlib.repr(reward)}; legal is a number, NaN for none'
+    return None if value.done else _ids_error(value.tokens, vocab_size)
+
+
 def _ids_error(value: Any, vocab_size: int) -> str | None:
     """What is wrong with token ids that an environment gave, None if nothing."""
     try:
@@ -281,7 +309,7 @@ def _ids_error(value: Any, vocab_size: int) -> str | None:
     except ValueError:
         ids = np.zeros((0, 0))
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        return f'environment gave {value!r}; legal are token ids'
+        return f'environment gave {reprlib.repr(value)}; legal are token ids'
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         return f'environment gave a token outside 0 to {vocab_size - 1}'
     return None
