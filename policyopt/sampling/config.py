@@ -82,6 +82,10 @@ class SamplingConfig:
     force_eos: bool = False
 
     def __post_init__(self):
+        for name in ('max_new_tokens', 'top_k', 'support_size'):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int | np.integer):
+                raise ValueError(f'{name} is {value!r}; legal is a whole number')
         if self.max_new_tokens < 1:
             raise ValueError(f'max_new_tokens is {self.max_new_tokens}; legal is 1 or more')
         if not (self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST):

@@ -147,8 +147,10 @@ def make_rules(
         return value.astype(dtype)
 
     tiny = float(np.finfo(np.float32).tiny)
+    temperature = array('temperature', config.temperature, np.float32, 0, HOTTEST)
+    _check_temperature(temperature)
     params = logits_lib.Params(
-        temperature=_temperature(array('temperature', config.temperature, np.float32, 0, HOTTEST)),
+        temperature=temperature,
         top_k=array('top_k', config.top_k or 0, np.int32, 0, size or vocab_size),
         top_p=array('top_p', config.top_p, np.float32, tiny, 1),
         min_p=array('min_p', config.min_p, np.float32, 0, 1),
@@ -171,7 +173,7 @@ def make_rules(
     )
 
 
-def _temperature(values: np.ndarray) -> np.ndarray:
+def _check_temperature(values: np.ndarray) -> None:
     bad = (values > 0) & (values < np.float32(COLDEST))
     if bad.any():
         row = int(np.argmax(bad))
@@ -179,7 +181,6 @@ def _temperature(values: np.ndarray) -> np.ndarray:
             f'row {row}: temperature is {values[row]:g}; legal is 0 (greedy), or {COLDEST:g} to '
             f'{HOTTEST:g}'
         )
-    return values
 
 
 def _stop_ids(config: SamplingConfig, per_row: PerRow, rows: int, vocab_size: int) -> Any:

@@ -268,7 +268,7 @@ def _no_records(model, params, cache, active, static, steps, bucket) -> Records:
 
 def _record(records: Records, new: Next, active: Array, drew: Array, routing: Any) -> Records:
     """One step more."""
-    written = dict(
+    written: dict[str, Any] = dict(
         fed=active,
         drew=drew,
         token=new.draw.token,

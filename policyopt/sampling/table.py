@@ -163,7 +163,7 @@ class Table:
             self._cache,
             self._state,
             prefix,
-            np.array([*source, *source[:1] * spare], np.int32),
+            np.array([*source, *[source[0]] * spare], np.int32),
             np.array(slots + [self._count] * spare, np.int32),
             fresh,
             self._live(filled, np.ones(self.admitted, bool)),
