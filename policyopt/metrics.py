@@ -71,8 +71,8 @@ class Compiles:
     def __init__(self):
         self._count = 0
 
-    def _listen(self, event: str, seconds: float, **details: Any) -> None:
-        del seconds, details
+    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        del duration_secs, kwargs
         self._count += event == '/jax/core/compile/backend_compile_duration'
 
     def take(self) -> int:
