@@ -38,15 +38,30 @@ def save_batch(path: str | os.PathLike, **arrays: Any) -> Path:
     Raises:
       BatchError: a field is missing, unknown, or of the wrong shape or dtype.
     """
-    path = Path(path)
-    if path.suffix != '.npz':
+    path = _npz(path)
+    return _write(path, check_batch(arrays, str(path)))
+
+
+def save_raw(path: str | os.PathLike, **arrays: Any) -> Path:
+    """Write arrays of any name and content as .npz, whole or not at all; None is left out.
+
+    For batches that can't be used, to look at. Raises BatchError for a name without .npz.
+    """
+    return _write(_npz(path), {k: np.asarray(x) for k, x in arrays.items() if x is not None})
+
+
+def _npz(path: str | os.PathLike) -> Path:
+    if Path(path).suffix != '.npz':
         raise BatchError(f'{path}: the name of a batch ends in .npz')
-    checked = check_batch(arrays, str(path))
+    return Path(path)
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
         with open(scratch, 'wb') as file:
-            np.savez_compressed(file, **checked)  # pyright: ignore[reportArgumentType]
+            np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)

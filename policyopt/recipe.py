@@ -15,6 +15,7 @@ from policyopt import algorithms, checks, data, models, rewards, settings, shapi
 from policyopt import critic as critic_lib
 from policyopt import learner as learner_lib
 from policyopt import rollout as rollout_lib
+from policyopt.checkpoint import CheckpointConfig
 from policyopt.sampling import SamplingConfig, allowed_mask
 from policyopt.types import Algorithm, keep_all
 
@@ -124,7 +125,7 @@ class RunConfig:
       algorithm: import path of a factory, with its arguments in `algorithm_kw`.
       dynamic_sampling: drop groups whose rewards are all equal, which have no gradient, and draw
         others in their place (arXiv:2503.14476); for algorithms that don't by themselves.
-      rollout, sampling, optimizer, evaluation: see their classes.
+      rollout, sampling, optimizer, evaluation, checkpoint: see their classes.
       warm_start: the supervised stage; None for none.
       steps: RL steps, each of which draws new answers.
       epochs: passes over the rows of a step.
@@ -138,6 +139,7 @@ class RunConfig:
       critic: its own trunk or pretraining; None where neither is wanted.
       reference_every: RL steps between syncs of the reference policy; None keeps the start.
       ema: decay of the parameters' moving average, which is then what evaluation measures.
+      max_skipped: updates in a row whose loss or gradient is not finite, after which a run stops.
       seed: of parameters, order of the problems and sampling.
     """
 
@@ -164,10 +166,12 @@ class RunConfig:
     critic: CriticConfig | None = None
     reference_every: int | None = None
     ema: float | None = None
+    max_skipped: int = 20
+    checkpoint: CheckpointConfig = CheckpointConfig()
     seed: int = 0
 
     def __post_init__(self):
-        for name in ('steps', 'epochs', 'minibatches', 'microbatches'):
+        for name in ('steps', 'epochs', 'minibatches', 'microbatches', 'max_skipped'):
             checks.number(f'config.{name}', getattr(self, name), 1)
         if (self.task is None) == (not self.tasks):
             raise ValueError('config has both task and tasks, or neither; legal is one of them')

@@ -15,6 +15,7 @@ import pytest
 
 import policyopt as po
 from policyopt import batches, evaluate, metrics, recipe, train
+from policyopt import workdir as workdir_lib
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUICKSTART = ROOT / 'configs' / 'quickstart.py'
@@ -191,7 +192,7 @@ def test_every_field_of_the_config_has_a_reader():
 def test_earlier_run_is_moved_aside_and_nothing_else_is_touched(tmp_path, capsys):
     workdir = tmp_path / 'run'
     for count in range(3):
-        train.open_workdir(workdir)
+        workdir_lib.move_aside(workdir, workdir_lib.claim(workdir)).close()
         (workdir / 'config.json').write_text(str(count))
     assert (tmp_path / 'run-1' / 'config.json').read_text() == '0'
     assert (tmp_path / 'run-2' / 'config.json').read_text() == '1'
@@ -199,7 +200,7 @@ def test_earlier_run_is_moved_aside_and_nothing_else_is_touched(tmp_path, capsys
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine' / 'thesis.tex').write_text('')
     with pytest.raises(ValueError, match='holds files that are no run'):
-        train.open_workdir(tmp_path / 'mine')
+        workdir_lib.claim(tmp_path / 'mine')
 
 
 def test_warm_start_that_does_not_arrive_says_what_to_change(tmp_path):

@@ -1,0 +1,395 @@
+"""Checkpoints of a run: atomic, written while training goes on, checked before they are trusted.
+
+A checkpoint is what the rest of the run is a function of: the train state, the reference policy,
+and `Progress`, the host's side. It lies in `checkpoints/STEP` under the run's folder, STEP being
+the RL steps done; the end of the warm start is step 0. It appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from policyopt import checks
+from policyopt.state import TrainState
+
+SCHEMA = 1  # of what `Checkpoints.save` writes; raised whenever an older reader would misread it
+FOLDER, DAMAGED = 'checkpoints', 'damaged'
+
+# Fields of the config that may change between a checkpoint and its resume. Those of the first line
+# change what happens from there on, as asked; the others the memory used, and numbers by rounding.
+FREE = ('steps', 'max_skipped', 'evaluation', 'checkpoint')
+FREE += ('microbatches', 'length_buckets', 'rollout.chunks')
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved.
+
+    Attributes:
+      every: RL steps between checkpoints; the end of the warm start, the last step and SIGTERM save
+        as well. None or 0 for no checkpoint at all: such a run can't be resumed.
+      keep: newest checkpoints that are kept; 2 or more leave one to fall back on.
+    """
+
+    every: int | None = 25
+    keep: int = 2
+
+    def __post_init__(self):
+        checks.number('checkpoint.every', self.every or 0, 0)
+        checks.number('checkpoint.keep', self.keep, 1)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that can't be written or used; the message says why, and what to do."""
+
+
+class Progress(NamedTuple):
+    """The host's side of a checkpoint.
+
+    Attributes:
+      step: RL steps done.
+      source: state of the iterator over problems.
+      records: bytes of the metrics file.
+      skipped: skipped updates in a row, up to now.
+      notes: what the report at the end needs from before; JSON.
+    """
+
+    step: int
+    source: Any
+    records: int
+    skipped: int = 0
+    notes: Any = None
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+      train: the train state.
+      reference: parameters of the reference policy; None where no term reads one.
+      progress: the host's side.
+    """
+
+    train: TrainState
+    reference: Any
+    progress: Progress
+
+
+# ============================================================================ arrays
+
+
+@jax.jit
+def fingerprint(tree: Any) -> jax.Array:
+    """Digest of the bits of all leaves of a tree: uint32, the same on every mesh.
+
+    Per leaf, the sum of its words times an odd number hashed from each word's position, modulo
+    2^32: a single changed word always shows, others but for one in 2^32. Against accidents only.
+    """
+    total = jnp.zeros((), jnp.uint32)
+    for number, leaf in enumerate(jax.tree.leaves(tree)):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if leaf.dtype == jnp.bool_:
+            leaf = leaf.astype(jnp.uint8)
+        kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+        words = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
+        place, stride = jnp.full(words.shape, number + 1, jnp.uint32), 1
+        for axis in reversed(range(words.ndim)):
+            index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+            place, stride = place + index * np.uint32(stride % 2**32), stride * words.shape[axis]
+        place = (place ^ (place >> 16)) * np.uint32(0x7FEB352D)
+        place = (place ^ (place >> 15)) * np.uint32(0x846CA68B)
+        total = total * np.uint32(31) + jnp.sum(words * (place | 1), dtype=jnp.uint32)
+    return total
+
+
+def abstract(tree: Any) -> Any:
+    """Shape, dtype and layout of each array: what `Checkpoints.restore` fills."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def _free(array: jax.Array) -> jax.Array:
+    """A copy that is bound to no device, as arrays are that a jitted function made from nothing."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(array))
+        return jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(array))
+    return jnp.array(np.asarray(array))
+
+
+# ============================================================================ the config
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """A config dataclass as field path -> JSON value."""
+    plain = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+    def walk(node: Any, path: str) -> dict[str, Any]:
+        if not isinstance(node, dict) or not node:
+            return {path: node}
+        found: dict[str, Any] = {}
+        for name, value in node.items():
+            found |= walk(value, f'{path}.{name}' if path else name)
+        return found
+
+    return walk(plain, '')
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Fields of two flat configs that differ, as 'FIELD: OLD -> NEW'."""
+    missing = object()
+    found = []
+    for name in sorted({*old, *new}):
+        values = [config.get(name, missing) for config in (old, new)]
+        if values[0] != values[1]:
+            shown = ['not there' if v is missing else repr(v) for v in values]
+            found.append(f'config.{name}: {shown[0]} -> {shown[1]}')
+    return found
+
+
+def _breaks(difference: str) -> bool:
+    field = difference.partition(':')[0].removeprefix('config.')
+    return not any(field == name or field.startswith(name + '.') for name in FREE)
+
+
+# ============================================================================ the folder
+
+
+class Checkpoints:
+    """The checkpoints of one run, as a context manager that waits for the last one at its end.
+
+    Args:
+      workdir: folder of the run.
+      settings: how many are kept.
+      config: the run's, a dataclass with `steps`; written into each checkpoint and compared with
+        those found.
+    """
+
+    def __init__(self, workdir: Path, settings: CheckpointConfig, config: Any):
+        self.folder = (workdir / FOLDER).resolve()
+        self._workdir, self._config, self._steps = workdir, flat(config), config.steps
+        with _explained(f'{self.folder} could not be opened'):
+            self._manager = ocp.CheckpointManager(
+                self.folder,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=ocp.checkpoint_managers.LatestN(settings.keep),
+                    cleanup_tmp_directories=True,  # what a killed run was writing
+                ),
+            )
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self.wait()
+        except CheckpointError:
+            if kind is None:
+                raise
+        finally:
+            self._manager.close()
+
+    def steps(self) -> list[int]:
+        """RL steps of the checkpoints that are whole, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def wait(self) -> None:
+        """Return when all that was saved is on disk; CheckpointError where it can't be."""
+        with _explained(f'a checkpoint could not be written to {self.folder}'):
+            self._manager.wait_until_finished()
+
+    def save(self, train: TrainState, reference: Any, progress: Progress) -> None:
+        """Start to save, unless this step is there: arrays are copied now, written meanwhile.
+
+        Raises CheckpointError where this save or the one before failed; those before it stay.
+        """
+        if progress.step in self.steps():
+            return
+        arrays = {'train': train, 'reference': reference}
+        meta = {
+            'schema': SCHEMA,
+            'config': self._config,
+            'progress': progress._asdict(),
+            'fingerprint': int(fingerprint(arrays)),
+            'jax': jax.__version__,
+            'devices': f'{jax.device_count()} {jax.default_backend()}',
+        }
+        with _explained(f'step {progress.step} could not be written to {self.folder}'):
+            self._manager.save(
+                progress.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta)
+                ),
+            )
+
+    def check(self) -> None:
+        """Compare the config with that of the newest checkpoint that tells; no array is read.
+
+        Raises CheckpointError for another schema, and for a config that differs in a field outside
+        `FREE`, with all such fields and both their values.
+        """
+        for step in reversed(self.steps()):
+            try:
+                meta = self._meta(step)
+            except _Damaged:
+                continue
+            return self._check(step, meta, print)
+        return None
+
+    def restore(self, template: Callable[[], Any]) -> Saved:
+        """The newest checkpoint whose arrays are what was saved.
+
+        A damaged one, or a foreign one, is moved to `damaged/` with a message, and the one before
+        it is used.
+
+        Args:
+          template: () -> (TrainState, reference) of arrays like those saved, which say shapes,
+            dtypes and layout; the mesh may be another than at the save.
+
+        Raises CheckpointError where none is usable, and as `check` does.
+        """
+        target = template()
+        bound = jax.tree.map(lambda x: x.committed, target)
+        target = abstract(target)
+        bad: list[tuple[int, str]] = []
+        for step in reversed(self.steps()):
+            try:
+                meta = self._meta(step)
+                self._check(step, meta, lambda text: None)
+                train, reference = self._arrays(step, meta, target)
+            except _Damaged as error:
+                bad.append((step, str(error)))
+                print(f'the checkpoint of step {step} is not usable: {error}', flush=True)
+                continue
+            self._set_aside([step for step, _ in bad])
+            loose = jax.tree.map(
+                lambda x, fixed: x if fixed else _free(x), (train, reference), bound
+            )
+            return Saved(loose[0], loose[1], Progress(**meta['progress']))
+        raise CheckpointError(
+            f'no checkpoint in {self.folder} is usable ('
+            + '; '.join(f'step {step}: {why}' for step, why in bad)
+            + f'). Move {self._workdir} elsewhere to start over, or put a good copy of a '
+            'checkpoint there'
+        )
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says of itself."""
+        try:
+            args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+            meta = self._manager.restore(step, args=args)['meta']
+        except Exception as error:
+            raise _Damaged(f'it has no readable description ({_short(error)})') from error
+        if not isinstance(meta, dict) or not isinstance(meta.get('schema'), int):
+            raise _Damaged('it was not written by policyopt')
+        return meta
+
+    def _check(self, step: int, meta: Mapping[str, Any], say: Callable[[str], Any]) -> None:
+        if meta['schema'] != SCHEMA:
+            age = 'an older' if meta['schema'] < SCHEMA else 'a newer'
+            raise CheckpointError(
+                f'{self.folder / str(step)} was written by {age} policyopt: its schema is '
+                f'{meta["schema"]}, this one reads {SCHEMA}. Go on with that version, or name '
+                'another --workdir to start over'
+            )
+        changed = differences(meta['config'], self._config)
+        if broken := [x for x in changed if _breaks(x)]:
+            raise CheckpointError(
+                f'{self._workdir} holds an unfinished run of another config (checkpoint at step '
+                f'{step}); these fields differ, old -> new:\n  '
+                + '\n  '.join(broken)
+                + '\nPut them back to go on with it, or name another --workdir'
+            )
+        if self._steps < step:
+            raise CheckpointError(
+                f'config.steps is {self._steps}, but the checkpoint in {self._workdir} has done '
+                f'{step}; legal is {step} or more, or another --workdir'
+            )
+        for line in changed:
+            say(f'resumed with another setting: {line}')
+        here = {'jax': jax.__version__, 'devices': f'{jax.device_count()} {jax.default_backend()}'}
+        for name, value in here.items():
+            if meta.get(name) != value:
+                say(f'saved with {name} {meta.get(name)}, now {value}: bits may differ')
+
+    def _arrays(self, step: int, meta: Mapping[str, Any], target: Any) -> tuple[Any, Any]:
+        """Arrays of a checkpoint, compared with its fingerprint."""
+        wanted = dict(zip(('train', 'reference'), target, strict=True))
+        try:
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+            arrays = self._manager.restore(step, args=args)['state']
+        except Exception as error:
+            raise _Damaged(f'its arrays can not be read ({_short(error)})') from error
+        if int(fingerprint(arrays)) != meta['fingerprint']:
+            raise _Damaged('its arrays are not those that were saved')
+        return arrays['train'], arrays['reference']
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Move checkpoints out of the way of those to come."""
+        for step in steps:
+            number = 0
+            while (aside := self._workdir / DAMAGED / f'{step}-{number}').exists():
+                number += 1
+            with _explained(f'{self.folder / str(step)} could not be moved to {aside}'):
+                aside.parent.mkdir(exist_ok=True)
+                shutil.move(self.folder / str(step), aside)
+            print(f'moved it to {aside}', flush=True)
+        if steps:
+            self._manager.reload()
+
+
+class _Damaged(Exception):
+    """A checkpoint that is not used; why."""
+
+
+def _short(error: BaseException) -> str:
+    return (
+        f'{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ""}'
+    )
+
+
+class _explained:  # noqa: N801, it reads as a phrase
+    """Turns errors of the file system into CheckpointError, with what to do."""
+
+    def __init__(self, what: str):
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+            raise CheckpointError(f'{self._what}: {advice(error)}') from error
+
+
+def advice(error: BaseException) -> str:
+    """Why a file operation failed and what to do, from the error or what caused it."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    numbers = {e.errno for e in chain if isinstance(e, OSError)}
+    text = ' '.join(map(str, chain))
+
+    def is_any(*names: str) -> bool:
+        codes = [getattr(errno, name) for name in names]
+        return bool(numbers & set(codes)) or any(os.strerror(code) in text for code in codes)
+
+    after = 'what was saved before is whole, and the same command goes on from there'
+    if is_any('ENOSPC', 'EDQUOT'):
+        return f'no space is left on the disk. Free some; {after}'
+    if is_any('EACCES', 'EPERM', 'EROFS'):
+        return f'the folder is not writable ({_short(error)}). Allow writing; {after}'
+    return f'{_short(error)}. When that is mended, {after}'

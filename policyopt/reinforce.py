@@ -1,0 +1,314 @@
+"""The RL stage: new answers, updates on them, measurements, checkpoints; from any step on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from policyopt import batches as batches_lib
+from policyopt import data, evaluate, metrics, recipe, stopping
+from policyopt import rollout as rollout_lib
+from policyopt import workdir as workdir_lib
+from policyopt.checkpoint import Checkpoints, Progress
+from policyopt.learner import Learner, TrainState
+from policyopt.recipe import Setup
+from policyopt.reference import Reference, make_reference
+from policyopt.types import TokenBatch
+from policyopt.workdir import RECORDS, TIMINGS
+
+
+class Loop(NamedTuple):
+    """What the steps of the RL stage share.
+
+    Attributes:
+      learner, collect: of the run.
+      source: batches of problems.
+      workdir: folder of the run.
+      checkpoints: of the run; None where the config wants none.
+      stop: whether the process was asked to end.
+    """
+
+    learner: Learner
+    collect: rollout_lib.Collect
+    source: Iterator[list[data.Item]]
+    workdir: Path
+    checkpoints: Checkpoints | None
+    stop: stopping.Stop
+
+    @property
+    def records(self) -> Path:
+        """File of results."""
+        return self.workdir / RECORDS
+
+    @property
+    def timings(self) -> Path:
+        """File of wall-clock figures."""
+        return self.workdir / TIMINGS
+
+
+class Point(NamedTuple):
+    """Where the RL stage stands.
+
+    Attributes:
+      state: of the learner.
+      reference: the reference policy; None where no term reads one.
+      step: RL steps done.
+      skipped: skipped updates in a row.
+      before: held-out accuracy at the start of the stage.
+      warm_steps: steps of the warm start.
+    """
+
+    state: TrainState
+    reference: Reference | None
+    step: int
+    skipped: int
+    before: evaluate.Accuracy
+    warm_steps: int
+
+
+def make_loop(
+    setup: Setup, workdir: Path, checkpoints: Checkpoints | None, stop: stopping.Stop
+) -> Loop:
+    """Build what the steps of the RL stage share."""
+    c = setup.config
+    learner = recipe.make_learner(setup)
+    replay = [name for name in ('support', 'routing') if getattr(c.replay, name)]
+    collect = rollout_lib.make_collector(
+        setup.model,
+        setup.algorithm,
+        setup.judge,
+        c.rollout,
+        c.sampling,
+        setup.task.prompt_width,
+        values=learner.values,
+        replay=replay,
+    )
+    source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
+    return Loop(learner, collect, source, workdir, checkpoints, stop)
+
+
+def new_point(
+    setup: Setup, loop: Loop, params: Any, before: evaluate.Accuracy, warm_steps: int
+) -> Point:
+    """The start of the RL stage."""
+    c = setup.config
+    reference = make_reference(params, c.reference_every, 'logp_ref' in setup.needed)
+    critic = recipe.critic_params(setup, params)
+    state = loop.learner.init(params, jax.random.key(c.seed + 1), critic)
+    return Point(state, reference, 0, 0, before, warm_steps)
+
+
+def save(loop: Loop, point: Point) -> None:
+    """Save a point, and how far its metrics and problems have come."""
+    if loop.checkpoints is None:
+        return
+    progress = Progress(
+        step=point.step,
+        source=loop.source.get_state(),  # type: ignore[attr-defined]
+        records=workdir_lib.position(loop.records),
+        skipped=point.skipped,
+        notes={'before': point.before, 'warm_steps': point.warm_steps},
+    )
+    loop.checkpoints.save(point.state, point.reference and point.reference.params, progress)
+
+
+def resume(setup: Setup, loop: Loop) -> Point:
+    """The point of the last usable checkpoint; metrics and problems go back to it."""
+    assert loop.checkpoints is not None
+
+    def template() -> tuple[TrainState, Any]:
+        point = new_point(setup, loop, recipe.first_params(setup), evaluate.Accuracy(0, 0), 0)
+        return point.state, point.reference and point.reference.params
+
+    saved = loop.checkpoints.restore(template)
+    progress = saved.progress
+    workdir_lib.cut(loop.records, progress.records)
+    loop.source.set_state(progress.source)  # type: ignore[attr-defined]
+    reference = None
+    if saved.reference is not None:
+        reference = Reference(saved.reference, setup.config.reference_every)
+    correct, total, answers = progress.notes['before']
+    before = evaluate.Accuracy(correct, total, tuple(answers))
+    print(f'resumed after RL step {progress.step} of {setup.config.steps}', flush=True)
+    warm_steps = progress.notes['warm_steps']
+    return Point(saved.train, reference, progress.step, progress.skipped, before, warm_steps)
+
+
+def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:
+    """Improve the policy by its own rewarded answers; returns the parameters to be used."""
+    c = setup.config
+    if point.step == 0:
+        point = point._replace(state=pretrain_values(setup, loop, point.state, point.reference))
+    shown = {}
+    with (
+        metrics.Display('RL', c.steps) as display,
+        metrics.Compiles() as compiles,
+        loop.stop.patience(),
+    ):
+        for step in range(point.step + 1, c.steps + 1):
+            began = time.monotonic()
+            done = rl_step(setup, loop, point, step)
+            reference = point.reference and point.reference.update(step, done.state.params)
+            point = point._replace(state=done.state, reference=reference, step=step)
+            times = done.times | {'seconds': time.monotonic() - began, 'compiles': compiles.take()}
+            times['tokens_per_second'] = done.values['rollout/tokens'] / times['seconds']
+            metrics.append(loop.records, 'rl', step, done.values)
+            metrics.append(loop.timings, 'rl', step, times | {'time': time.time()})
+            if step % c.evaluation.every == 0 and step < c.steps:
+                accuracy = record_accuracy(setup, used(point.state), loop.workdir, step)
+                shown = {'held_out': accuracy.value}
+            display.update(step, done.values | times | shown)
+            if step == c.steps:
+                path = loop.workdir / 'batches' / f'batch_{step:06d}.npz'
+                save_last(done.parts, done.logp_new, path)
+            point = point._replace(skipped=count_skipped(setup, loop, point, done))
+            save_if_due(setup, loop, point)
+    return used(point.state)
+
+
+class Step(NamedTuple):
+    """One RL step.
+
+    Attributes:
+      state: after it.
+      values: results.
+      times: seconds, by name.
+      parts: minibatches of its last pass.
+      logp_new: of each of them, what the loss saw.
+      skipped: whether it was skipped, of each update of all passes.
+    """
+
+    state: TrainState
+    values: dict[str, float]
+    times: dict[str, float]
+    parts: list[TokenBatch]
+    logp_new: list[Any]
+    skipped: list[bool]
+
+
+def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
+    """New answers and the updates on them."""
+    c = setup.config
+    state, reference = point.state, point.reference
+    began = time.monotonic()
+    key = jax.random.fold_in(state.key, step)
+    collected = loop.collect(
+        state, reference and reference.params, loop.source, key, version=step - 1
+    )
+    parts = rollout_lib.minibatches(collected.batch, c.minibatches)
+    times = {'sample_seconds': time.monotonic() - began}
+    if c.logp_old == 'recomputed':
+        parts = [loop.learner.recompute(state.params, part) for part in parts]
+    found, logp_new = [], []
+    for _ in range(c.epochs):
+        logp_new = []
+        for part in parts:
+            state, values, logp = loop.learner.update(state, part)
+            found.append(values)
+            logp_new.append(logp)
+    state = loop.learner.adapt(state, found[-1])
+    numbers = collected.metrics | metrics.numbers(*found)
+    skipped = [bool(x) for x in jax.device_get([m['skipped'].total for m in found])]
+    times['update_seconds'] = time.monotonic() - began - times['sample_seconds']
+    return Step(state, numbers, times, parts, logp_new, skipped)
+
+
+def count_skipped(setup: Setup, loop: Loop, point: Point, done: Step) -> int:
+    """Skipped updates in a row up to this step.
+
+    Raises Unstable where they reach the config's `max_skipped`; the batch of the last is saved.
+    """
+    limit = setup.config.max_skipped
+    count, index = stopping.skipped_in_a_row(point.skipped, done.skipped, limit)
+    if index is None:
+        return count
+    index %= len(done.parts)
+    path = loop.workdir / 'batches' / f'offending_{point.step:06d}.npz'
+    part = jax.device_get(done.parts[index])
+    batches_lib.save_raw(path, logp_new=np.asarray(done.logp_new[index]), **vars(part))
+    saved = loop.checkpoints.steps() if loop.checkpoints else []
+    last = f'the last checkpoint is of step {saved[-1]}' if saved else 'there is no checkpoint'
+    raise stopping.Unstable(
+        f'the loss or gradient of {count} updates in a row was not finite (max_skipped), the last '
+        f'at RL step {point.step}: its minibatch is in {path}; {last}. A lower '
+        'optimizer.learning_rate or optimizer.clip_norm may help, in another --workdir'
+    )
+
+
+def save_if_due(setup: Setup, loop: Loop, point: Point) -> None:
+    """Save now and then; after a SIGTERM, save and exit.
+
+    Not while updates are being skipped: what they start from may be what is wrong, and should not
+    push out checkpoints from before.
+    """
+    c, step = setup.config, point.step
+    if loop.checkpoints is None:
+        if loop.stop.asked:
+            print('SIGTERM: stopped, and nothing saved (checkpoint.every is off)', flush=True)
+            raise SystemExit(0)
+        return
+    due = step % (c.checkpoint.every or 1) == 0 and point.skipped == 0
+    pretrained = step == 1 and c.critic is not None and c.critic.pretrain is not None
+    if due or pretrained or step == c.steps or loop.stop.asked:
+        save(loop, point)
+    if loop.stop.asked:
+        loop.checkpoints.wait()
+        print(f'SIGTERM: saved after RL step {step}; the same command goes on', flush=True)
+        raise SystemExit(0)
+
+
+def pretrain_values(
+    setup: Setup, loop: Loop, state: TrainState, reference: Reference | None
+) -> TrainState:
+    """Fit the critic to Monte-Carlo returns of the frozen policy until its stop rule says so."""
+    c = setup.config
+    if c.critic is None or c.critic.pretrain is None:
+        return state
+    assert loop.learner.value_update is not None
+    stop = c.critic.pretrain
+    losses: list[float] = []
+    explained: list[float] = []
+    with metrics.Display('value pretraining', stop.max_steps) as display:
+        while not (losses and stop(losses, explained)):
+            step = len(losses) + 1
+            key = jax.random.fold_in(jax.random.fold_in(state.key, 0), step)
+            collected = loop.collect(
+                state, reference and reference.params, loop.source, key, version=0
+            )
+            found = []
+            for part in rollout_lib.minibatches(collected.batch, c.minibatches):
+                state, values = loop.learner.value_update(state, part)
+                found.append(values)
+            numbers = collected.metrics | metrics.numbers(*found)
+            losses.append(numbers['value/loss'])
+            explained.append(numbers['value/explained_variance'])
+            metrics.append(loop.records, 'value_pretraining', step, numbers)
+            display.update(step, numbers)
+    return state
+
+
+def used(state: TrainState) -> Any:
+    """The parameters that evaluation measures: the moving average where there is one."""
+    return state.params if state.ema is None else state.ema
+
+
+def record_accuracy(setup: Setup, params: Any, workdir: Path, step: int) -> evaluate.Accuracy:
+    """Measure held-out accuracy and write it down."""
+    accuracy = evaluate.held_out(setup, params)
+    low, high = accuracy.interval
+    values = {'held_out': accuracy.value, 'low': low, 'high': high}
+    metrics.append(workdir / RECORDS, 'evaluation', step, values)
+    return accuracy
+
+
+def save_last(parts: list[TokenBatch], logp_new: list[Any], path: Path) -> None:
+    """Save the minibatches of the last pass with the log-probs that it saw, for calibration."""
+    fields = ('logp_old', 'logp_behavior', 'mask', 'advantages', 'rewards', 'group', 'positive')
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in fields}
+    number = np.repeat(1 + np.arange(len(parts)), [len(part.mask) for part in parts])
+    batches_lib.save_batch(path, logp_new=np.concatenate(logp_new), minibatch=number, **arrays)
