@@ -81,6 +81,7 @@ def get_config(argument=None):
     if name == 'trpo':
         c.minibatches = 1  # one natural step on all rows; its line search spends the KL budget
     c.evaluation = dict(every=25, batch=512, temperature=0.0, samples=8)
+    c.checkpoint = dict(every=25, keep=2)
 
     if tiny:
         c.task.update(size=1000, held_out=16, held_out_share=0.3, prompt_width=6)

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from policyopt import checks
+from policyopt import checks, settings
 from policyopt.state import TrainState
 
 SCHEMA = 1  # of what `Checkpoints.save` writes; raised whenever an older reader would misread it
@@ -92,15 +93,13 @@ class Saved(NamedTuple):
 
 @jax.jit
 def fingerprint(tree: Any) -> jax.Array:
-    """Digest of the bits of all leaves of a tree: uint32, the same on every mesh.
+    """Digest of the bits of all leaves of a tree (no keys): uint32, the same on every mesh.
 
-    Per leaf, the sum of its words times an odd number hashed from each word's position, modulo
-    2^32: a single changed word always shows, others but for one in 2^32. Against accidents only.
+    The sum of each leaf's words, hashed with their positions. A single changed word always shows,
+    more of them but for one case in 2^32. Against accidents only.
     """
     total = jnp.zeros((), jnp.uint32)
     for number, leaf in enumerate(jax.tree.leaves(tree)):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
         if leaf.dtype == jnp.bool_:
             leaf = leaf.astype(jnp.uint8)
         kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
@@ -109,53 +108,44 @@ def fingerprint(tree: Any) -> jax.Array:
         for axis in reversed(range(words.ndim)):
             index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
             place, stride = place + index * np.uint32(stride % 2**32), stride * words.shape[axis]
-        place = (place ^ (place >> 16)) * np.uint32(0x7FEB352D)
-        place = (place ^ (place >> 15)) * np.uint32(0x846CA68B)
-        total = total * np.uint32(31) + jnp.sum(words * (place | 1), dtype=jnp.uint32)
+        hashed = _mixed(words ^ _mixed(place))  # one to one in each word
+        total = total * np.uint32(31) + jnp.sum(hashed, dtype=jnp.uint32)
     return total
 
 
-def abstract(tree: Any) -> Any:
-    """Shape, dtype and layout of each array: what `Checkpoints.restore` fills."""
+def _mixed(x: jax.Array) -> jax.Array:
+    """A permutation of 32-bit words in which every bit depends on all."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _plain(tree: Any) -> Any:
+    """The tree with the numbers of its keys in their place."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+
+
+def _like(tree: Any, template: Any) -> Any:
+    """A plain tree with keys where the template has some, bound to devices only where it is."""
+
+    def leaf(x: jax.Array, like: jax.Array) -> jax.Array:
+        if not like.committed:
+            x = jnp.array(np.asarray(x))
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if _is_key(like) else x
+
+    return jax.tree.map(leaf, tree, template)
+
+
+def _abstract(tree: Any) -> Any:
+    """Shape, dtype and layout of each array."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def _free(array: jax.Array) -> jax.Array:
-    """A copy that is bound to no device, as arrays are that a jitted function made from nothing."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(array))
-        return jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(array))
-    return jnp.array(np.asarray(array))
-
-
-# ============================================================================ the config
-
-
-def flat(config: Any) -> dict[str, Any]:
-    """A config dataclass as field path -> JSON value."""
-    plain = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-    def walk(node: Any, path: str) -> dict[str, Any]:
-        if not isinstance(node, dict) or not node:
-            return {path: node}
-        found: dict[str, Any] = {}
-        for name, value in node.items():
-            found |= walk(value, f'{path}.{name}' if path else name)
-        return found
-
-    return walk(plain, '')
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Fields of two flat configs that differ, as 'FIELD: OLD -> NEW'."""
-    missing = object()
-    found = []
-    for name in sorted({*old, *new}):
-        values = [config.get(name, missing) for config in (old, new)]
-        if values[0] != values[1]:
-            shown = ['not there' if v is missing else repr(v) for v in values]
-            found.append(f'config.{name}: {shown[0]} -> {shown[1]}')
-    return found
+# ============================================================================ the folder
 
 
 def _breaks(difference: str) -> bool:
@@ -163,27 +153,25 @@ def _breaks(difference: str) -> bool:
     return not any(field == name or field.startswith(name + '.') for name in FREE)
 
 
-# ============================================================================ the folder
-
-
 class Checkpoints:
     """The checkpoints of one run, as a context manager that waits for the last one at its end.
 
     Args:
       workdir: folder of the run.
-      settings: how many are kept.
+      keep: how many are kept.
       config: the run's, a dataclass with `steps`; written into each checkpoint and compared with
         those found.
     """
 
-    def __init__(self, workdir: Path, settings: CheckpointConfig, config: Any):
+    def __init__(self, workdir: Path, keep: int, config: Any):
         self.folder = (workdir / FOLDER).resolve()
-        self._workdir, self._config, self._steps = workdir, flat(config), config.steps
+        self._workdir, self._config, self._steps = workdir, settings.flat(config), config.steps
         with _explained(f'{self.folder} could not be opened'):
             self._manager = ocp.CheckpointManager(
                 self.folder,
+                item_names=('state', 'meta'),
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=ocp.checkpoint_managers.LatestN(settings.keep),
+                    preservation_policy=ocp.checkpoint_managers.LatestN(keep),
                     cleanup_tmp_directories=True,  # what a killed run was writing
                 ),
             )
@@ -192,12 +180,17 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            self.wait()
-        except CheckpointError:
-            if kind is None:
-                raise
-        finally:
+        failed = None
+        for finish in (self.wait, self._close):
+            try:
+                finish()
+            except CheckpointError as why:
+                failed = failed or why
+        if failed is not None and kind is None:
+            raise failed
+
+    def _close(self) -> None:
+        with _explained(f'{self.folder} could not be closed'):
             self._manager.close()
 
     def steps(self) -> list[int]:
@@ -216,9 +209,8 @@ class Checkpoints:
         """
         if progress.step in self.steps():
             return
-        arrays = {'train': train, 'reference': reference}
+        arrays = _plain({'train': train, 'reference': reference})
         meta = {
-            'schema': SCHEMA,
             'config': self._config,
             'progress': progress._asdict(),
             'fingerprint': int(fingerprint(arrays)),
@@ -229,7 +221,7 @@ class Checkpoints:
             self._manager.save(
                 progress.step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta)
+                    state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(_sealed(meta))
                 ),
             )
 
@@ -243,7 +235,7 @@ class Checkpoints:
             try:
                 meta = self._meta(step)
             except _Damaged:
-                continue
+                continue  # `restore` says so
             return self._check(step, meta, print)
         return None
 
@@ -259,24 +251,19 @@ class Checkpoints:
 
         Raises CheckpointError where none is usable, and as `check` does.
         """
-        target = template()
-        bound = jax.tree.map(lambda x: x.committed, target)
-        target = abstract(target)
+        like = template()
         bad: list[tuple[int, str]] = []
         for step in reversed(self.steps()):
             try:
                 meta = self._meta(step)
                 self._check(step, meta, lambda text: None)
-                train, reference = self._arrays(step, meta, target)
+                train, reference = self._arrays(step, meta, like)
             except _Damaged as error:
                 bad.append((step, str(error)))
                 print(f'the checkpoint of step {step} is not usable: {error}', flush=True)
                 continue
             self._set_aside([step for step, _ in bad])
-            loose = jax.tree.map(
-                lambda x, fixed: x if fixed else _free(x), (train, reference), bound
-            )
-            return Saved(loose[0], loose[1], Progress(**meta['progress']))
+            return Saved(train, reference, Progress(**meta['progress']))
         raise CheckpointError(
             f'no checkpoint in {self.folder} is usable ('
             + '; '.join(f'step {step}: {why}' for step, why in bad)
@@ -291,19 +278,10 @@ class Checkpoints:
             meta = self._manager.restore(step, args=args)['meta']
         except Exception as error:
             raise _Damaged(f'it has no readable description ({_short(error)})') from error
-        if not isinstance(meta, dict) or not isinstance(meta.get('schema'), int):
-            raise _Damaged('it was not written by policyopt')
-        return meta
+        return _unsealed(meta, self.folder / str(step))
 
     def _check(self, step: int, meta: Mapping[str, Any], say: Callable[[str], Any]) -> None:
-        if meta['schema'] != SCHEMA:
-            age = 'an older' if meta['schema'] < SCHEMA else 'a newer'
-            raise CheckpointError(
-                f'{self.folder / str(step)} was written by {age} policyopt: its schema is '
-                f'{meta["schema"]}, this one reads {SCHEMA}. Go on with that version, or name '
-                'another --workdir to start over'
-            )
-        changed = differences(meta['config'], self._config)
+        changed = settings.differences(meta['config'], self._config)
         if broken := [x for x in changed if _breaks(x)]:
             raise CheckpointError(
                 f'{self._workdir} holds an unfinished run of another config (checkpoint at step '
@@ -323,17 +301,19 @@ class Checkpoints:
             if meta.get(name) != value:
                 say(f'saved with {name} {meta.get(name)}, now {value}: bits may differ')
 
-    def _arrays(self, step: int, meta: Mapping[str, Any], target: Any) -> tuple[Any, Any]:
+    def _arrays(self, step: int, meta: Mapping[str, Any], like: Any) -> tuple[Any, Any]:
         """Arrays of a checkpoint, compared with its fingerprint."""
-        wanted = dict(zip(('train', 'reference'), target, strict=True))
+        names = ('train', 'reference')
+        wanted = _abstract(_plain(dict(zip(names, like, strict=True))))
         try:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
             arrays = self._manager.restore(step, args=args)['state']
         except Exception as error:
             raise _Damaged(f'its arrays can not be read ({_short(error)})') from error
-        if int(fingerprint(arrays)) != meta['fingerprint']:
+        kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (arrays, wanted)]
+        if kinds[0] != kinds[1] or int(fingerprint(arrays)) != meta['fingerprint']:
             raise _Damaged('its arrays are not those that were saved')
-        return arrays['train'], arrays['reference']
+        return _like(tuple(arrays[name] for name in names), like)
 
     def _set_aside(self, steps: list[int]) -> None:
         """Move checkpoints out of the way of those to come."""
@@ -351,6 +331,28 @@ class Checkpoints:
 
 class _Damaged(Exception):
     """A checkpoint that is not used; why."""
+
+
+def _sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written of a description: its text, a checksum of it, and the schema."""
+    text = json.dumps(meta)
+    return {'schema': SCHEMA, 'text': text, 'crc': zlib.crc32(f'{SCHEMA} {text}'.encode())}
+
+
+def _unsealed(meta: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(meta, dict) or not isinstance(schema := meta.get('schema'), int):
+        raise _Damaged('it was not written by policyopt')
+    text, crc = meta.get('text'), meta.get('crc')
+    sealed = schema == SCHEMA or text is not None
+    if sealed and crc != zlib.crc32(f'{schema} {text}'.encode()):
+        raise _Damaged('its description is not what was saved')
+    if schema != SCHEMA:
+        age = 'an older' if schema < SCHEMA else 'a newer'
+        raise CheckpointError(
+            f'{path} was written by {age} policyopt: its schema is {schema}, this one reads '
+            f'{SCHEMA}. Go on with that version, or name another --workdir to start over'
+        )
+    return json.loads(str(text))
 
 
 def _short(error: BaseException) -> str:
@@ -380,6 +382,7 @@ def advice(error: BaseException) -> str:
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__ or link.__context__
+    cause = _short(next((e for e in chain if isinstance(e, OSError)), error))
     numbers = {e.errno for e in chain if isinstance(e, OSError)}
     text = ' '.join(map(str, chain))
 
@@ -391,5 +394,5 @@ def advice(error: BaseException) -> str:
     if is_any('ENOSPC', 'EDQUOT'):
         return f'no space is left on the disk. Free some; {after}'
     if is_any('EACCES', 'EPERM', 'EROFS'):
-        return f'the folder is not writable ({_short(error)}). Allow writing; {after}'
-    return f'{_short(error)}. When that is mended, {after}'
+        return f'the folder is not writable ({cause}). Allow writing; {after}'
+    return f'{cause}. When that is mended, {after}'

@@ -11,7 +11,7 @@ import numpy as np
 
 from policyopt.data import Item
 from policyopt.recipe import Setup
-from policyopt.rewards import Judge
+from policyopt.rewards import Judge, guarded
 from policyopt.rollout import answers_of
 from policyopt.sampling import SamplingConfig, pad_prompts, sample
 
@@ -88,7 +88,7 @@ def accuracy(
         rollout = sample(model, params, prompts, jax.random.fold_in(key, number), config)
         answers += answers_of(rollout, model.tokenizer)
     answers = answers[: len(items)]
-    rewards = judge(answers, [item.entry for item in items])
+    rewards = guarded(judge)(answers, [item.entry for item in items])
     return Accuracy(int(np.sum(rewards == 1)), len(items), tuple(answers))
 
 

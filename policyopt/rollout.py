@@ -16,7 +16,7 @@ from policyopt import scoring
 from policyopt.data import Item
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
-from policyopt.rewards import Judge
+from policyopt.rewards import Judge, guarded
 from policyopt.sampling import (
     EngineConfig,
     SamplingConfig,
@@ -225,6 +225,7 @@ def make_draw(
     """Build draw(params, judge, items, key, version): judged answers to the items, one round.
 
     The rows of a group follow each other; each row's noise depends on `key` and its number alone.
+    Rows that the judge fails on have no reward (`rewards.guarded`).
     """
     if config.engine is None:
         decode = sample
@@ -246,7 +247,7 @@ def make_draw(
                     model, params, prompts, keys[start : start + size], sampling, version=version
                 )
                 answers = answers_of(part, model.tokenizer)
-                marks.append(pool.submit(judge, answers, [item.entry for item in chunk]))
+                marks.append(pool.submit(guarded(judge), answers, [item.entry for item in chunk]))
                 parts.append(part)
         marked = np.concatenate([future.result() for future in marks])
         rewards = np.where(marked, config.right, config.wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -102,4 +103,31 @@ def parse_argument(text: str | None, **defaults: str | int | float | bool) -> di
             raise ValueError(f'{name} is {value!r}; legal is {kind.__name__}') from None
         if not equals and kind is not bool:
             raise ValueError(f'{name} has no value; write {name}=VALUE')
+    return found
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """A config dataclass as field path -> JSON value; what JSON lacks is its text."""
+    plain = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+    def walk(node: Any, path: str) -> dict[str, Any]:
+        if not isinstance(node, dict) or not node:
+            return {path: node}
+        found: dict[str, Any] = {}
+        for name, value in node.items():
+            found |= walk(value, f'{path}.{name}' if path else name)
+        return found
+
+    return walk(plain, '')
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Fields of two flat configs that differ, as 'FIELD: OLD -> NEW'."""
+    missing = object()
+    found = []
+    for name in sorted({*old, *new}):
+        values = [config.get(name, missing) for config in (old, new)]
+        if values[0] != values[1]:
+            shown = ['not there' if v is missing else repr(v) for v in values]
+            found.append(f'config.{name}: {shown[0]} -> {shown[1]}')
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from policyopt import checkpoint as checkpoint_lib
@@ -74,7 +74,7 @@ def start(config: Mapping[str, Any], workdir: Path) -> Job:
         resumed = bool(c.checkpoint.every) and workdir_lib.unfinished(workdir)
         if not resumed:
             lock = workdir_lib.move_aside(workdir, lock)
-        checkpoints = Checkpoints(workdir, c.checkpoint, c) if c.checkpoint.every else None
+        checkpoints = Checkpoints(workdir, c.checkpoint.keep, c) if c.checkpoint.every else None
         if resumed:
             assert checkpoints is not None
             checkpoints.check()
@@ -145,6 +145,8 @@ def main(argv: list[str]) -> None:
     """Entry point of `python -m policyopt.train`."""
     if len(argv) > 1:
         raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
+    if flags.FLAGS['verbosity'].using_default_value:
+        logging.set_verbosity(logging.WARNING)  # orbax tells of each file
     workdir = Path(_WORKDIR.value or '')
     stop = stopping.Stop().listen()
     try:

@@ -1,5 +1,5 @@
 """Rewards: functions from answers to one scalar per row."""
 
-from policyopt.rewards.graded import Judge, graded
+from policyopt.rewards.graded import Judge, graded, guarded
 
-__all__ = ['Judge', 'graded']
+__all__ = ['Judge', 'graded', 'guarded']
