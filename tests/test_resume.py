@@ -1,0 +1,483 @@
+"""A run that is killed, stopped or hindered, and goes on: with the bytes of one that never was."""
+
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from policyopt import checkpoint, metrics, recipe, reinforce, rewards, stopping, train
+from policyopt import workdir as workdir_lib
+from policyopt.workdir import WorkdirError
+from tests.learning import random_batch
+from tests.test_quickstart import QUICKSTART, ROOT, get_config
+
+# ============================================================================ in one process
+
+
+@pytest.fixture
+def compile_once(tmp_path):
+    """Runs of one test share their compiled programs."""
+    names = ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs')
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path / 'xla'), 0), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+def arrays_of(workdir, step):
+    """Bytes of every array of a checkpoint, by name."""
+    path = (workdir / 'checkpoints' / str(step) / 'state').resolve()
+    tree = ocp.StandardCheckpointer().restore(path)
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(name): np.asarray(x).tobytes() for name, x in leaves}
+
+
+def same_end(workdir, other, step):
+    """Equal records and equal arrays in the last checkpoint."""
+    records = [(folder / 'metrics.jsonl').read_bytes() for folder in (workdir, other)]
+    assert records[0] == records[1] and records[0].count(b'"rl"') == step
+    found, wanted = arrays_of(workdir, step), arrays_of(other, step)
+    assert found == wanted and len(found) > 10
+
+
+def killed_after(workdir, folder, step):
+    """A copy of a finished run as a kill after `step` would have left it."""
+    shutil.copytree(workdir, folder)
+    for path in (folder / 'checkpoints').iterdir():
+        if path.name.isdigit() and int(path.name) > step:
+            shutil.rmtree(path)
+    lines = (folder / 'metrics.jsonl').read_bytes().splitlines(keepends=True)
+    (folder / 'metrics.jsonl').write_bytes(b''.join(lines[:-1]) + lines[-1][:7])
+    return folder
+
+
+def check_resume(config, tmp_path, steps, capsys):
+    whole = train.run(train.start(config, tmp_path / 'whole'), tmp_path / 'whole')
+    for step in steps:
+        folder = killed_after(tmp_path / 'whole', tmp_path / f'from_{step}', step)
+        job = train.start(config, folder)
+        assert job.resumed
+        again = train.run(job, folder)
+        assert f'resumed after RL step {step} of' in capsys.readouterr().out
+        assert again._replace(curves=None) == whole._replace(curves=None)
+        same_end(folder, tmp_path / 'whole', config['steps'])
+        assert (folder / 'batches' / f'batch_{config["steps"]:06d}.npz').is_file()
+
+
+def test_a_run_goes_on_with_the_same_bytes(tmp_path, compile_once, capsys):
+    """Synced reference, moving average, recomputed log-probs, evaluations in between."""
+    config = get_config(
+        'tiny,algorithm=grpo',
+        steps=4,
+        checkpoint=dict(every=1, keep=9),
+        evaluation__every=2,
+        reference_every=2,
+        ema=0.9,
+        minibatches=1,
+    )
+    check_resume(config, tmp_path, [1], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('algorithm', 'changes'),
+    [
+        ('ppo_penalty', dict(critic=dict(own=True, optimizer={}, pretrain=dict(max_steps=3)))),
+        ('dapo', dict(warm_start=None, logp_old='recomputed', rollout__chunks=2, epochs=2)),
+    ],
+)
+def test_a_run_goes_on_from_any_stage(algorithm, changes, tmp_path, compile_once, capsys):
+    """Adaptive controllers, the critic's own trunk and its pretraining; no warm start; the end."""
+    config = get_config(
+        f'tiny,algorithm={algorithm}', steps=3, checkpoint=dict(every=2, keep=9), **changes
+    )
+    check_resume(config, tmp_path, [0, 2, 3], capsys)
+
+
+# ============================================================================ the folder
+
+
+def started(workdir):
+    """What a run leaves that was killed after its first checkpoint."""
+    workdir_lib.claim(workdir).close()
+    (workdir / 'config.json').write_text('{}')
+    (workdir / 'checkpoints' / '0').mkdir(parents=True)
+    return workdir
+
+
+def test_a_second_process_is_refused_and_a_stale_lock_is_not(tmp_path):
+    with workdir_lib.claim(tmp_path / 'run') as lock:
+        message = f'another process \\(id {os.getpid()}\\) works in'
+        with pytest.raises(WorkdirError, match=message):
+            workdir_lib.claim(tmp_path / 'run')
+        lock.flush()
+    (tmp_path / 'run' / 'lock').write_text('123456\n')  # left by a process that was killed
+    workdir_lib.claim(tmp_path / 'run').close()
+
+
+def test_a_lock_is_on_the_folder_that_is_there(tmp_path):
+    """An earlier run is moved with its lock; the new folder is locked anew."""
+    workdir = started(tmp_path / 'run')
+    lock = workdir_lib.move_aside(workdir, workdir_lib.claim(workdir))
+    with lock, pytest.raises(WorkdirError, match='another process'):
+        workdir_lib.claim(workdir)
+    workdir_lib.claim(tmp_path / 'run-1').close()
+
+
+def test_what_is_unfinished(tmp_path):
+    workdir = tmp_path / 'run'
+    workdir.mkdir()
+    assert not workdir_lib.unfinished(workdir)
+    started(workdir)
+    assert workdir_lib.unfinished(workdir)
+    records = workdir / 'metrics.jsonl'
+    records.write_text('{"stage": "rl", "step": 1}\n{"stage": "resu')
+    assert workdir_lib.unfinished(workdir)
+    records.write_text('{"stage": "rl", "step": 1}\n{"stage": "result", "step": 1}\n')
+    assert not workdir_lib.unfinished(workdir)
+    shutil.rmtree(workdir / 'checkpoints' / '0')
+    records.unlink()
+    assert not workdir_lib.unfinished(workdir)  # killed before its first checkpoint
+
+
+def test_records_are_cut_to_what_the_checkpoint_knows(tmp_path):
+    path = tmp_path / 'metrics.jsonl'
+    workdir_lib.cut(path, 0)
+    assert workdir_lib.position(path) == 0
+    metrics.append(path, 'rl', 1, {'loss': 1.0})
+    size, text = workdir_lib.position(path), path.read_bytes()
+    assert size == len(text)
+    metrics.append(path, 'rl', 2, {'loss': 2.0})
+    workdir_lib.cut(path, size)
+    assert path.read_bytes() == text
+    with pytest.raises(WorkdirError, match=f'has {size} bytes, its checkpoint knows of 999'):
+        workdir_lib.cut(path, 999)
+
+
+@pytest.mark.parametrize(
+    ('code', 'advice'),
+    [
+        (errno.EACCES, 'the folder is not writable'),
+        (errno.EROFS, 'the folder is not writable'),
+        (errno.ENOSPC, 'no space is left'),
+    ],
+)
+@pytest.mark.parametrize('where', ['mkdir', 'open'])
+def test_a_folder_that_can_not_be_written(code, advice, where, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    if where == 'mkdir':
+        monkeypatch.setattr(pathlib.Path, 'mkdir', fail)
+    else:
+        monkeypatch.setattr(workdir_lib, 'open', fail, raising=False)
+    with pytest.raises(WorkdirError, match=advice):
+        workdir_lib.claim(tmp_path / 'run')
+
+
+def test_a_folder_under_a_file(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(WorkdirError, match='can not be used: NotADirectoryError'):
+        workdir_lib.claim(tmp_path / 'file' / 'run')
+
+
+def test_a_run_of_another_config_is_not_touched(tmp_path):
+    """The error names the field; the folder stays as it was, and free."""
+    config = get_config('tiny')
+    workdir = started(tmp_path / 'run')
+    shutil.rmtree(workdir / 'checkpoints')
+    c = recipe.prepare(config).config
+    with checkpoint.Checkpoints(workdir, 2, c) as checkpoints:
+        state = {'x': jax.numpy.ones(3)}
+        checkpoints.save(state, None, checkpoint.Progress(0, None, 0))
+    before = sorted(p for p in workdir.rglob('*'))
+    other = get_config('tiny', optimizer__learning_rate=0.5, seed=4)
+    for _ in range(2):
+        with pytest.raises(checkpoint.CheckpointError, match='learning_rate: 0.001 -> 0.5') as e:
+            train.start(other, workdir)
+        assert 'config.seed: 0 -> 4' in str(e.value)
+    assert sorted(p for p in workdir.rglob('*')) == before
+    assert (workdir / 'config.json').read_text() == '{}'
+    job = train.start(get_config('tiny', steps=7, evaluation__every=3), workdir)
+    assert job.resumed
+    job.lock.close()
+
+
+def test_every_free_field_is_a_field():
+    names = set(checkpoint.settings.flat(recipe.prepare(get_config('tiny')).config))
+    fields = {f.name for f in dataclasses.fields(recipe.RunConfig)}
+    for name in checkpoint.FREE:
+        assert name in fields or name in names, name
+
+
+def test_checkpoints_can_be_off(tmp_path):
+    job = train.start(get_config('tiny', checkpoint=dict(every=0)), tmp_path / 'run')
+    assert job.checkpoints is None and not job.resumed
+    job.lock.close()
+    assert not (tmp_path / 'run' / 'checkpoints').exists()
+
+
+# ============================================================================ stopping
+
+
+def test_sigterm_ends_at_once_or_when_it_is_convenient(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        stop = stopping.Stop().listen()
+        with stop.patience():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            assert stop.asked
+        with pytest.raises(SystemExit) as error:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+        assert error.value.code == 0 and 'SIGTERM: stopped' in capsys.readouterr().out
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ('before', 'skipped', 'want'),
+    [
+        (0, [False, False], (0, None)),
+        (0, [True, False, True], (1, None)),
+        (2, [True, False], (3, 0)),
+        (1, [True, True, False], (3, 1)),
+        (2, [False, True, True], (2, None)),
+        (2, [], (2, None)),
+    ],
+)
+def test_skipped_updates_are_counted_in_a_row(before, skipped, want):
+    assert stopping.skipped_in_a_row(before, skipped, 3) == want
+
+
+class Recorder:
+    """Stands in for Checkpoints."""
+
+    def __init__(self, *steps):
+        self._steps = list(steps)
+
+    def steps(self):
+        return self._steps
+
+    def save(self, state, reference, progress):
+        self._steps.append(progress.step)
+
+    def wait(self):
+        pass
+
+
+class Source:
+    def get_state(self):
+        return {}
+
+
+def loop_of(tmp_path, **changes):
+    setup = recipe.prepare(get_config('tiny', **changes))
+    loop = reinforce.Loop(None, None, Source(), tmp_path, Recorder(), stopping.Stop())
+    return setup, loop
+
+
+def test_too_many_skipped_updates_end_the_run_with_the_batch_saved(tmp_path):
+    setup, loop = loop_of(tmp_path, max_skipped=3, checkpoint=dict(every=1))
+    parts = [random_batch(0), random_batch(1)]
+    parts[1].advantages[:] = np.nan
+    logp = [np.zeros_like(part.logp_old) for part in parts]
+    point = reinforce.Point(None, None, 5, 1, None, 0)
+    done = reinforce.Step(None, {}, {}, parts, logp, [True, False])
+    point = point._replace(skipped=reinforce.count_skipped(setup, loop, point, done))
+    assert point.skipped == 0
+    reinforce.save_if_due(setup, loop, point)
+    assert loop.checkpoints.steps() == [5]
+    point = point._replace(
+        step=6, skipped=reinforce.count_skipped(setup, loop, point, done._replace(skipped=[True]))
+    )
+    reinforce.save_if_due(setup, loop, point)
+    assert loop.checkpoints.steps() == [5]  # what it starts from may be what is wrong
+    with pytest.raises(stopping.Unstable, match='3 updates in a row .* checkpoint is of step 5'):
+        reinforce.count_skipped(setup, loop, point, done._replace(skipped=[True, True]))
+    with np.load(tmp_path / 'batches' / 'offending_000006.npz') as saved:
+        np.testing.assert_array_equal(saved['tokens'], parts[1].tokens)
+        assert np.isnan(saved['advantages']).all() and saved['logp_new'].shape == logp[1].shape
+        assert 'support' not in saved
+
+
+def test_checkpoints_are_due(tmp_path):
+    setup, loop = loop_of(tmp_path, steps=8, checkpoint=dict(every=3))
+    for step in range(1, 9):
+        reinforce.save_if_due(setup, loop, reinforce.Point(None, None, step, 0, None, 0))
+    assert loop.checkpoints.steps() == [3, 6, 8]
+    loop.stop.asked = True
+    with pytest.raises(SystemExit) as error:
+        reinforce.save_if_due(setup, loop, reinforce.Point(None, None, 4, 0, None, 0))
+    assert error.value.code == 0 and loop.checkpoints.steps()[-1] == 4
+
+
+# ============================================================================ judges
+
+
+def test_a_judge_that_fails_costs_its_rows_only():
+    answers, entries = ['1', 'boom', '0', 'two', 'inf', '1'], [{}] * 6
+    marks = {'1': 1.0, '0': 0.0, 'two': 2.0, 'inf': np.inf}
+    nan = np.nan
+
+    def raises(answers, entries):
+        return np.array([marks[a] for a in answers])
+
+    def short(answers, entries):
+        found = [marks[a] for a in answers if a in marks]
+        return np.array(found, np.float32)
+
+    def column(answers, entries):
+        return np.ones((len(answers), 1))
+
+    want = [1, nan, 0, nan, nan, 1]
+    np.testing.assert_array_equal(rewards.guarded(raises)(answers, entries), want)
+    np.testing.assert_array_equal(rewards.guarded(short)(answers, entries), want)
+    np.testing.assert_array_equal(rewards.guarded(column)(answers, entries), [nan] * 6)
+    for nonsense in (None, 'text', [[1], [2, 3]], {}, 1.0, [None] * 6, ['x'] * 6, np.ones(5)):
+        found = rewards.guarded(lambda a, e, x=nonsense: x)(answers, entries)
+        assert found.dtype == np.float32 and np.isnan(found).all(), nonsense
+    right = rewards.guarded(lambda a, e: [1, 0, 1, True, False, nan])(answers, entries)
+    np.testing.assert_array_equal(right, [1, 0, 1, 1, 0, nan])
+
+
+@pytest.mark.parametrize('mark', [None, 'full', [1.0], np.ones(2), np.nan, np.inf, 1j, KeyError])
+def test_a_scorer_that_gives_nonsense_leaves_the_row_unjudged(mark):
+    def score(answer, entry):
+        if answer != 'odd':
+            return 1.0
+        if mark is KeyError:
+            raise KeyError(answer)
+        return mark
+
+    found = rewards.graded(score)(['fine', 'odd', 'fine'], [{}] * 3)
+    np.testing.assert_array_equal(found, [1, np.nan, 1])
+    for legal in (True, 1, np.float32(1), np.bool_(True), np.int64(1)):
+        assert rewards.graded(lambda a, e, x=legal: x)(['a'], [{}]).tolist() == [1]
+
+
+# ============================================================================ killed
+
+
+CONFIG = """
+import importlib.util
+
+def get_config(argument=None):
+    spec = importlib.util.spec_from_file_location('quickstart', {quickstart!r})
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    c = module.get_config('tiny,algorithm=grpo')
+    c.steps, c.minibatches, c.reference_every, c.ema = {steps}, 1, 3, 0.9
+    c.evaluation.every = 5
+    c.checkpoint.update(every=1, keep=2)
+    return c
+"""
+
+
+class Command:
+    """The training command on small runs that share their compiled programs."""
+
+    def __init__(self, folder, steps):
+        self._folder = folder
+        (folder / 'config.py').write_text(CONFIG.format(quickstart=str(QUICKSTART), steps=steps))
+        self._env = os.environ | {
+            'XLA_FLAGS': '--xla_backend_optimization_level=0',
+            'JAX_COMPILATION_CACHE_DIR': str(folder / 'xla'),
+            'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        }
+
+    def begin(self, workdir):
+        arguments = [f'--config={self._folder / "config.py"}', f'--workdir={workdir}']
+        return subprocess.Popen(
+            [sys.executable, '-W', 'ignore', '-m', 'policyopt.train', *arguments],
+            cwd=ROOT,
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(self, workdir):
+        process = self.begin(workdir)
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+        return out
+
+
+def lines(path, stage):
+    if not path.exists():
+        return 0
+    return path.read_text().count(f'"stage": "{stage}"')
+
+
+def wait_for(process, path, stage, more):
+    """Until the file has so many more records of the stage, or the process is at its end."""
+    target = lines(path, stage) + more
+    while process.poll() is None and lines(path, stage) < target:
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_a_run_ends_as_one_never_stopped(tmp_path):
+    """SIGKILL in the warm start, in steps, in saves, in restores; then the last life ends it."""
+    command, steps, rng = Command(tmp_path, 24), 24, random.Random(0)
+    command.finish(tmp_path / 'whole')
+    workdir = tmp_path / 'run'
+    process = command.begin(workdir)
+    wait_for(process, workdir / 'metrics.jsonl', 'warm_start', 1)
+    process.kill()
+    process.communicate()
+    moments = []
+    for life in range(10):
+        process = command.begin(workdir)
+        if life % 3 == 2:
+            time.sleep(rng.uniform(2, 12))  # anywhere: imports, restore, tracing, steps
+        else:
+            wait_for(process, workdir / 'timings.jsonl', 'rl', rng.randint(1, 2))
+            time.sleep(rng.uniform(0, 0.15))  # a step and its save
+        process.kill()
+        process.communicate()
+        moments.append(lines(workdir / 'metrics.jsonl', 'rl'))
+    out = command.finish(workdir)
+    assert (tmp_path / 'run-1').is_dir()  # killed before its first checkpoint: started over
+    assert len(set(moments)) >= 5, moments
+    assert 'resumed after RL step' in out or 'moved to' in out, moments
+    same_end(workdir, tmp_path / 'whole', steps)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_0_and_a_second_process_is_refused(tmp_path):
+    command = Command(tmp_path, 400)
+    workdir = tmp_path / 'run'
+    process = command.begin(workdir)
+    wait_for(process, workdir / 'timings.jsonl', 'rl', 2)
+    second = command.begin(workdir)
+    out, _ = second.communicate(timeout=120)
+    assert second.returncode == 1 and f'another process (id {process.pid}) works in' in out
+    assert 'Traceback' not in out
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and 'SIGTERM: saved after RL step' in out, out
+    done = lines(workdir / 'metrics.jsonl', 'rl')
+    assert max(int(p.name) for p in (workdir / 'checkpoints').iterdir()) == done < 400
+    assert json.loads((workdir / 'config.json').read_text())['steps'] == 400
+    process = command.begin(workdir)
+    wait_for(process, workdir / 'timings.jsonl', 'rl', 1)
+    process.kill()
+    out, _ = process.communicate()
+    assert f'resumed after RL step {done} of 400' in out
