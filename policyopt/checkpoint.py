@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -166,13 +167,14 @@ class Checkpoints:
     def __init__(self, workdir: Path, keep: int, config: Any):
         self.folder = (workdir / FOLDER).resolve()
         self._workdir, self._config, self._steps = workdir, settings.flat(config), config.steps
+        self._last: int | None = None  # step that was saved last
         with _explained(f'{self.folder} could not be opened'):
+            _sweep(self.folder)
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 item_names=('state', 'meta'),
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-                    cleanup_tmp_directories=True,  # what a killed run was writing
                 ),
             )
 
@@ -199,7 +201,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when all that was saved is on disk; CheckpointError where it can't be."""
-        with _explained(f'a checkpoint could not be written to {self.folder}'):
+        with _explained(f'step {self._last} could not be written to {self.folder}'):
             self._manager.wait_until_finished()
 
     def save(self, train: TrainState, reference: Any, progress: Progress) -> None:
@@ -207,8 +209,10 @@ class Checkpoints:
 
         Raises CheckpointError where this save or the one before failed; those before it stay.
         """
+        self.wait()
         if progress.step in self.steps():
             return
+        self._last = progress.step
         arrays = _plain({'train': train, 'reference': reference})
         meta = {
             'config': self._config,
@@ -287,7 +291,8 @@ class Checkpoints:
                 f'{self._workdir} holds an unfinished run of another config (checkpoint at step '
                 f'{step}); these fields differ, old -> new:\n  '
                 + '\n  '.join(broken)
-                + '\nPut them back to go on with it, or name another --workdir'
+                + '\nPut them back to go on with it. To start over, name another --workdir or move '
+                'this one'
             )
         if self._steps < step:
             raise CheckpointError(
@@ -327,6 +332,16 @@ class Checkpoints:
             print(f'moved it to {aside}', flush=True)
         if steps:
             self._manager.reload()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed run, or a save that failed, had begun to write."""
+    for path in folder.glob('*.orbax-checkpoint-tmp*'):
+        for _ in range(40):
+            shutil.rmtree(path, ignore_errors=True)
+            if not path.exists():
+                break
+            time.sleep(0.05)  # threads of a failed save may still write
 
 
 class _Damaged(Exception):

@@ -156,11 +156,13 @@ def main(argv: list[str]) -> None:
     try:
         run(job, workdir, stop)
     except KeyboardInterrupt:
-        print(f'interrupted; what was recorded is in {workdir}')
+        print(f'interrupted; the same command goes on from the last checkpoint in {workdir}')
         raise SystemExit(130) from None
     except (checkpoint_lib.CheckpointError, workdir_lib.WorkdirError, stopping.Unstable) as error:
         raise SystemExit(f'{type(error).__name__}: {error}') from error
     except OSError as error:  # of the files that a run writes itself
+        if error.errno not in workdir_lib.DISK:
+            raise
         raise SystemExit(f'{workdir}: {checkpoint_lib.advice(error)}') from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ from policyopt import checkpoint
 
 RECORDS, TIMINGS, CURVES, SETTINGS = 'metrics.jsonl', 'timings.jsonl', 'curves.png', 'config.json'
 LOCK = 'lock'
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 
 
 class WorkdirError(ValueError):
