@@ -16,6 +16,7 @@ from policyopt import critic as critic_lib
 from policyopt import learner as learner_lib
 from policyopt import rollout as rollout_lib
 from policyopt.sampling import SamplingConfig, allowed_mask
+from policyopt.sampling.config import check_config
 from policyopt.types import Algorithm
 
 
@@ -237,7 +238,7 @@ def prepare(config: Mapping[str, Any]) -> Setup:
             f'config.sampling.max_new_tokens is {c.sampling.max_new_tokens}; the longest answer '
             f'with its end of sequence has {task.longest_answer} tokens'
         )
-    return Setup(
+    setup = Setup(
         config=c,
         model=model,
         critic_model=_with_value_head(model) if own else None,
@@ -248,6 +249,20 @@ def prepare(config: Mapping[str, Any]) -> Setup:
         needed=needed,
         width=task.prompt_width + c.sampling.max_new_tokens,
     )
+    _check_built(setup)
+    return setup
+
+
+def _check_built(setup: Setup) -> None:
+    """Raise ValueError for what only model, task and settings together show to be wrong."""
+    c = setup.config
+    check_config(setup.model, c.sampling)
+    if c.length_buckets is not None and c.length_buckets.widths[-1] < setup.width:
+        raise ValueError(
+            f'config.length_buckets.widths ends with {c.length_buckets.widths[-1]}; legal is the '
+            f'{setup.width} tokens of a row (task.prompt_width + sampling.max_new_tokens) or more'
+        )
+    make_learner(setup)  # has checks of its own, and compiles nothing
 
 
 def _model(c: RunConfig, value_head: bool) -> tuple[Any, Any]:

@@ -2,7 +2,9 @@
 
     python -m policyopt.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Any field of the config can be overridden: --config.optimizer.learning_rate=1e-4.
+Any field of the config can be overridden: --config.optimizer.learning_rate=1e-4. So can a section
+that the file leaves out, as a whole: --config.length_buckets='{"token_budget": 64, "widths": (8,)}'.
+Recipes of papers take a model and a file of problems, as configs/grpo.py:model=PATH,data=FILE.jsonl.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ from policyopt.recipe import Setup
 from policyopt.reference import Reference, make_reference
 from policyopt.types import TokenBatch
 
+# Fields that the file leaves out may be given, too: `recipe.prepare` knows which there are.
 _CONFIG = config_flags.DEFINE_config_file(
-    'config', None, 'File with get_config(), or FILE:ARGUMENT.'
+    'config',
+    None,
+    'File with get_config(), or FILE:ARGUMENT; the docstring of its get_config says what ARGUMENT '
+    'may be. --config.FIELD=VALUE overrides a field, --config.SECTION.FIELD=VALUE one of a section.',
+    lock_config=False,
+    accept_new_attributes=True,
 )
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for everything that the run writes.')
 
@@ -258,6 +266,17 @@ def report(setup: Setup, before: evaluate.Accuracy, after: evaluate.Accuracy) ->
     print()
 
 
+def read_flags(argv: list[str]) -> list[str]:
+    """Parse the command line, for `app.run`; what is wrong with it ends the program in one line."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, LookupError, ValueError, TypeError, OSError) as error:
+        # An error in get_config() comes with its traceback, whose last line says what it was.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        trace = any(line.startswith('Traceback') for line in lines)
+        raise SystemExit(lines[-1] if trace else ' '.join(lines)) from None
+
+
 def main(argv: list[str]) -> None:
     """Entry point of `python -m policyopt.train`."""
     if len(argv) > 1:
@@ -265,7 +284,7 @@ def main(argv: list[str]) -> None:
     workdir = Path(_WORKDIR.value or '')
     try:
         setup = start(_CONFIG.value.to_dict(), workdir)
-    except (ValueError, TypeError) as error:  # what is wrong with the settings; no traceback needed
+    except (ValueError, TypeError, OSError) as error:  # of the settings: no traceback needed
         raise SystemExit(f'{type(error).__name__}: {error}') from error
     try:
         run(setup, workdir)
@@ -276,4 +295,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == '__main__':
     flags.mark_flags_as_required(['config', 'workdir'])
-    app.run(main)
+    app.run(main, flags_parser=read_flags)
