@@ -271,8 +271,12 @@ def read_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except (flags.Error, AttributeError, LookupError, ValueError, TypeError, OSError) as error:
-        # An error in get_config() comes with its traceback, whose last line says what it was.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # An error in get_config() comes with its traceback, whose last line says what it was; those
+        # of missing sections are wrapped in each other.
+        text: object = error
+        while isinstance(text, Exception):
+            text = text.args[0] if text.args and not isinstance(text, OSError) else str(text)
+        lines = [line.strip() for line in str(text).splitlines() if line.strip()]
         trace = any(line.startswith('Traceback') for line in lines)
         raise SystemExit(lines[-1] if trace else ' '.join(lines)) from None
 
