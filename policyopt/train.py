@@ -2,9 +2,9 @@
 
     python -m policyopt.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Any field of the config can be overridden: --config.optimizer.learning_rate=1e-4. So can a section
-that the file leaves out, as a whole: --config.length_buckets='{"token_budget": 64, "widths": (8,)}'.
-Recipes of papers take a model and a file of problems, as configs/grpo.py:model=PATH,data=FILE.jsonl.
+Any field of the config can be overridden: --config.optimizer.learning_rate=1e-4. A section that the
+file leaves out is given as a whole: --config.length_buckets='{"token_budget": 64, "widths": (8,)}'.
+Recipes of papers take a model and problems: --config=configs/grpo.py:model=PATH,data=FILE.jsonl
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CONFIG = config_flags.DEFINE_config_file(
     'config',
     None,
     'File with get_config(), or FILE:ARGUMENT; the docstring of its get_config says what ARGUMENT '
-    'may be. --config.FIELD=VALUE overrides a field, --config.SECTION.FIELD=VALUE one of a section.',
+    'may be. --config.FIELD=VALUE overrides a field, --config.SECTION.FIELD=VALUE a nested one.',
     lock_config=False,
     accept_new_attributes=True,
 )
