@@ -151,6 +151,7 @@ def ppo_penalty(
     lam: float = 0.95,
     gamma: float = 1.0,
     value_coefficient: float = 1.0,
+    value_clip: float | None = None,
     gates: Gates = (),
 ) -> Algorithm:
     """J = E_t w A - beta (w - 1 - l); beta halves below target/1.5, doubles above 1.5 target.
@@ -169,7 +170,7 @@ def ppo_penalty(
                 aggregate=token_mean(),
                 gates=gates,
             ),
-            scale(value_coefficient, value_loss(aggregate=token_mean())),
+            scale(value_coefficient, value_loss(aggregate=token_mean(), clip=value_clip)),
         ),
     )
 
@@ -365,12 +366,13 @@ def vc_ppo(
     lam: float = 0.95,
     critic_lam: float = 1.0,
     value_coefficient: float = 1.0,
+    value_clip: float | None = None,
     gates: Gates = (),
 ) -> Algorithm:
     """PPO-clip with decoupled GAE; the critic is pretrained with the policy fixed (2503.01491).
 
-    lambdas and gamma 1 as published, value_coefficient a choice; the pretraining belongs to the
-    training loop.
+    lambdas and gamma 1 as published; value_coefficient and value_clip are choices. The pretraining
+    is `Learner.value_update`.
     """
     return Algorithm(
         advantages=gae(1.0, lam, critic_lam),
@@ -378,7 +380,7 @@ def vc_ppo(
             policy_loss(
                 ratio=token_ratio(), surrogate=clipped(eps), aggregate=token_mean(), gates=gates
             ),
-            scale(value_coefficient, value_loss(aggregate=token_mean())),
+            scale(value_coefficient, value_loss(aggregate=token_mean(), clip=value_clip)),
         ),
     )
 
@@ -390,11 +392,12 @@ def vapo(
     alpha: float = 0.05,
     nll: float = 0.1,
     value_coefficient: float = 1.0,
+    value_clip: float | None = None,
     gates: Gates = (),
 ) -> Algorithm:
     """Token-mean clip-higher PPO, lambda = 1 - 1/(alpha n), NLL on correct rows (2504.05118).
 
-    All values as published but value_coefficient, a choice.
+    All values as published but value_coefficient and value_clip, choices.
     """
     return Algorithm(
         advantages=length_adaptive_gae(alpha, critic_lam=1.0),
@@ -405,7 +408,7 @@ def vapo(
                 aggregate=token_mean(),
                 gates=gates,
             ),
-            scale(value_coefficient, value_loss(aggregate=token_mean())),
+            scale(value_coefficient, value_loss(aggregate=token_mean(), clip=value_clip)),
             scale(nll, positive_nll(aggregate=token_mean())),
         ),
     )

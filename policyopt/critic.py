@@ -166,14 +166,18 @@ def token_values(model: Any, params: Any, hidden: Array, mask: Array) -> Array:
     return masked.select(active, jnp.roll(model.value(params, states), 1, axis=1))
 
 
-def own_values(model: Any, params: Any, batch: Any) -> Array:
-    """Values [B,T] of a critic with its own trunk; the policy's routing is not its own."""
+def batch_values(model: Any, params: Any, batch: Any, routing: Array | None = None) -> Array:
+    """Values [B,T] of a batch under a model with a value head.
+
+    `routing` [B,T,L,k] is replayed where it is given; the batch's own belongs to the policy.
+    """
     tokens = batch.tokens
     chex.assert_rank(tokens, 2)
     valid = None
     if batch.length is not None:
         valid = jnp.arange(tokens.shape[1]) < batch.length[:, None]
-    return token_values(model, params, model.hidden(params, tokens, valid=valid).hidden, batch.mask)
+    hidden = model.hidden(params, tokens, valid=valid, routing=routing).hidden
+    return token_values(model, params, hidden, batch.mask)
 
 
 def monte_carlo(batch: TokenBatch) -> TokenBatch:

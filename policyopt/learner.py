@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from policyopt import checks, scoring, updates
-from policyopt import critic as critic_lib
+from policyopt import checks, scoring, sharding, updates
 from policyopt import microbatches as microbatches_lib
 from policyopt import optimizer as optimizer_lib
 from policyopt import state as state_lib
@@ -95,7 +94,7 @@ def make_learner(
     Args:
       model: a `policyopt.models` model.
       algorithm: its `loss`, `prepare`, `controllers` and `update` are used here.
-      optimizer: an optax optimizer, for gradient rules.
+      optimizer: an optax optimizer (`make_optimizer`), for gradient rules.
       critic: its own trunk, or the optimizer of value pretraining on the policy's trunk. A model
         with a value head needs none to be trained by the algorithm's own value loss.
       ema: decay of the parameters' moving average, in (0, 1); None for none.
@@ -112,30 +111,35 @@ def make_learner(
       ValueError: at construction, naming the argument, for a value that is out of range or has no
         effect here; at the first trace where `microbatches` doesn't divide the rows.
     """
-    score = functools.partial(scoring.score_hidden, model, temperature=temperature, allowed=allowed)
+    scored = dict(temperature=temperature, allowed=allowed)
+    score = functools.partial(scoring.score_and_hidden, model, **scored)
     bound = Binding(model, algorithm, optimizer, critic, ema, router, routing, diagnose, score)
     _check(bound, temperature, microbatches, length_buckets)
-    natural = algorithm.update.step is not None
-    if length_buckets is None:
-        run = functools.partial(microbatches_lib.scanned, parts=microbatches, rules=bound.rules)
-        look = functools.partial(microbatches_lib.mapped, parts=microbatches, rules=bound.rules)
+    run, look = _ways(microbatches, length_buckets, bound.rules)
+    if algorithm.update.step is None:
+        update = run(updates.policy_job(bound))
     else:
-        run = functools.partial(
-            microbatches_lib.bucketed, buckets=length_buckets, rules=bound.rules
-        )
-        look = functools.partial(
-            microbatches_lib.bucket_mapped, buckets=length_buckets, rules=bound.rules
-        )
+        update = updates.natural_update(bound, microbatches)
     return Learner(
         init=functools.partial(state_lib.init, bound),
-        update=updates.natural_update(bound, microbatches)
-        if natural
-        else run(updates.policy_job(bound)),
+        update=update,
         adapt=make_adapt(algorithm),
         recompute=make_recompute(bound, look),
         values=make_values(bound, look),
         value_update=make_value_update(bound, run),
     )
+
+
+def _ways(
+    parts: int, buckets: LengthBuckets | None, rules: sharding.Rules
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How minibatches are split: functions that drive a Job, and that map a look over rows."""
+    lib = microbatches_lib
+    if buckets is None:
+        named = dict(parts=parts, rules=rules)
+        return functools.partial(lib.scanned, **named), functools.partial(lib.mapped, **named)
+    named = dict(buckets=buckets, rules=rules)
+    return functools.partial(lib.bucketed, **named), functools.partial(lib.bucket_mapped, **named)
 
 
 def _check(bound: Binding, temperature: float, parts: int, buckets: LengthBuckets | None) -> None:
@@ -199,7 +203,7 @@ def make_recompute(bound: Binding, look: Callable[..., Any]) -> Callable[..., To
     record = bound.routing == 'recompute'
 
     def see(params: Any, batch: TokenBatch) -> tuple[Array, Array | None]:
-        scores, hidden = updates.forward(bound, params, batch, replay_routing=not record)
+        scores, hidden = bound.score(params, batch, replay_routing=not record, entropy=False)
         return scores.logp_new, hidden.routing if record else None
 
     run = look(see)
@@ -218,9 +222,8 @@ def make_values(bound: Binding, look: Callable[..., Any]) -> Callable[..., Array
         return None
 
     def see(params: Both, batch: Any) -> Array:
-        if bound.own is not None:
-            return critic_lib.own_values(bound.own, params.critic, batch)
-        return updates.shared_values(bound, params.policy, {}, batch)[0]
+        moving = state_lib.critic_params(bound, params)
+        return updates.critic_values(bound, params.policy, moving, batch)
 
     run = look(see)
     return lambda state, batch: run(both_of(state), batch)

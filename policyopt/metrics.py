@@ -62,6 +62,32 @@ def read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+class Compiles:
+    """Counts the programs that XLA compiles while it is open, as a context manager.
+
+    A step that compiles again after the first ones changed a shape, and pays seconds for it.
+    """
+
+    def __init__(self):
+        self._count = 0
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        del duration_secs, kwargs
+        self._count += event == '/jax/core/compile/backend_compile_duration'
+
+    def take(self) -> int:
+        """Programs compiled since the last call."""
+        count, self._count = self._count, 0
+        return count
+
+    def __enter__(self) -> Compiles:
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
 class Display:
     """Progress of one stage: a live line in a terminal, a plain line now and then elsewhere.
 

@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from policyopt import algorithms, checks, data, models, rewards, settings
+from policyopt import algorithms, checks, data, models, rewards, settings, shaping
 from policyopt import critic as critic_lib
 from policyopt import learner as learner_lib
 from policyopt import rollout as rollout_lib
 from policyopt.sampling import SamplingConfig, allowed_mask
 from policyopt.sampling.config import check_config
-from policyopt.types import Algorithm
+from policyopt.types import Algorithm, keep_all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +123,8 @@ class RunConfig:
         comes with algorithms that need a critic.
       tokenizer: characters that a model without `path` knows: those of 'arithmetic', or 'ascii'.
       algorithm: import path of a factory, with its arguments in `algorithm_kw`.
+      dynamic_sampling: drop groups whose rewards are all equal, which have no gradient, and draw
+        others in their place (arXiv:2503.14476); for algorithms that don't by themselves.
       rollout, sampling, optimizer, evaluation: see their classes.
       warm_start: the supervised stage; None for none.
       steps: RL steps, each of which draws new answers.
@@ -151,6 +153,7 @@ class RunConfig:
     tokenizer: Literal['arithmetic', 'ascii'] = 'arithmetic'
     warm_start: WarmStart | None = None
     algorithm_kw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dynamic_sampling: bool = False
     steps: int = 100
     epochs: int = 1
     minibatches: int = 1
@@ -221,6 +224,12 @@ def prepare(config: Mapping[str, Any]) -> Setup:
     """
     c = settings.read(RunConfig, config)
     algorithm = algorithms.resolve(c.algorithm, **c.algorithm_kw)
+    if c.dynamic_sampling:
+        if algorithm.keep is not keep_all:
+            raise ValueError(
+                f'config.dynamic_sampling has no effect: {c.algorithm} has a keep rule of its own'
+            )
+        algorithm = algorithm._replace(keep=shaping.diverse_rewards())
     needed = rollout_lib.required_fields(algorithm)
     critic = bool(needed & {'values', 'values_old', 'returns'})
     if c.critic is not None and not critic:
@@ -233,6 +242,12 @@ def prepare(config: Mapping[str, Any]) -> Setup:
     own = c.critic is not None and c.critic.own
     model, params = _model(c, value_head=critic and not own)
     task = data.make_task(c.task or c.tasks, model.tokenizer)
+    width = task.prompt_width + c.sampling.max_new_tokens
+    if c.length_buckets is not None and c.length_buckets.widths[-1] < width:
+        raise ValueError(
+            f'config.length_buckets.widths is {c.length_buckets.widths}; the widest must hold a '
+            f'whole row, {width} tokens'
+        )
     if c.sampling.max_new_tokens < task.longest_answer and c.warm_start is not None:
         raise ValueError(
             f'config.sampling.max_new_tokens is {c.sampling.max_new_tokens}; the longest answer '
@@ -247,22 +262,11 @@ def prepare(config: Mapping[str, Any]) -> Setup:
         judge=rewards.graded(task.score),
         algorithm=algorithm,
         needed=needed,
-        width=task.prompt_width + c.sampling.max_new_tokens,
+        width=width,
     )
-    _check_built(setup)
+    check_config(model, c.sampling)
+    make_learner(setup)  # for its checks: it compiles nothing
     return setup
-
-
-def _check_built(setup: Setup) -> None:
-    """Raise ValueError for what only model, task and settings together show to be wrong."""
-    c = setup.config
-    check_config(setup.model, c.sampling)
-    if c.length_buckets is not None and c.length_buckets.widths[-1] < setup.width:
-        raise ValueError(
-            f'config.length_buckets.widths ends with {c.length_buckets.widths[-1]}; legal is the '
-            f'{setup.width} tokens of a row (task.prompt_width + sampling.max_new_tokens) or more'
-        )
-    make_learner(setup)  # has checks of its own, and compiles nothing
 
 
 def _model(c: RunConfig, value_head: bool) -> tuple[Any, Any]:

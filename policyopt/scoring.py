@@ -179,13 +179,16 @@ def score_hidden(
     )
     static = Static(entropy, model.config.lax_precision)
     logp, spread = score_rows(static, rows, head, allowed if support is None else None)
-    values = None
-    if model.config.value_head:
-        # Unused states leave before the matmul: NaN x 0 would reach the value head's gradient.
-        before = jnp.roll(active, -1, axis=1)  # active[:, 0] is False
-        states = masked.select(before[:, :, None], hidden)
-        values = masked.select(active, jnp.roll(model.value(params, states), 1, axis=1))
+    values = _values(model, params, hidden, active) if model.config.value_head else None
     return Scores(logp_new=put(logp), entropy=put(spread) if entropy else None, values=values)
+
+
+def _values(model: Any, params: Any, hidden: Array, active: Array) -> Array:
+    """Critic's values [B,T] of the states before active [B,T] tokens, 0 elsewhere."""
+    # Unused states leave before the matmul: NaN x 0 would reach the value head's gradient.
+    before = jnp.roll(active, -1, axis=1)  # active[:, 0] is False
+    states = masked.select(before[:, :, None], hidden)
+    return masked.select(active, jnp.roll(model.value(params, states), 1, axis=1))
 
 
 def _batch_shards(rows: int, rules: sharding.Rules) -> int:

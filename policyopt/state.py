@@ -81,7 +81,7 @@ class Binding:
     router: RouterLosses
     routing: str
     diagnose: Callable[[LossInputs], Metrics]
-    score: Callable[..., Scores]
+    score: Callable[..., tuple[Scores, Any]]
 
     @property
     def rules(self) -> sharding.Rules:

@@ -119,12 +119,13 @@ def reinforce(setup: Setup, params: Any, workdir: Path) -> Any:
     state = loop.learner.init(params, jax.random.key(c.seed + 1), critic)
     state = pretrain_values(setup, loop, state, reference)
     parts, logp_new, shown = [], [], {}
-    with metrics.Display('RL', c.steps) as display:
+    with metrics.Display('RL', c.steps) as display, metrics.Compiles() as compiles:
         for step in range(1, c.steps + 1):
             began = time.monotonic()
             state, values, times, parts, logp_new = rl_step(setup, loop, state, reference, step)
             reference = reference and reference.update(step, state.params)
             times['seconds'] = time.monotonic() - began
+            times['compiles'] = compiles.take()
             times['tokens_per_second'] = values['rollout/tokens'] / times['seconds']
             metrics.append(loop.records, 'rl', step, values)
             metrics.append(loop.timings, 'rl', step, times | {'time': time.time()})

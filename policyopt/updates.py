@@ -43,27 +43,14 @@ class Shared(NamedTuple):
     tokens: Array
 
 
-def forward(
-    bound: Binding, params: Any, batch: Any, *, replay_routing: bool = True
-) -> tuple[Scores, Any]:
-    """Scores of a batch and the trunk's Hidden, of one forward pass."""
-    tokens = batch.tokens
-    valid = None
-    if batch.length is not None:
-        valid = jnp.arange(tokens.shape[1]) < batch.length[:, None]
-    routing = batch.routing if replay_routing else None
-    hidden = bound.model.hidden(params, tokens, valid=valid, routing=routing)
-    return bound.score(params, hidden.hidden, batch), hidden
-
-
 def evaluate(
     bound: Binding, params: Both, part: Part, shared: Shared
 ) -> tuple[Array, tuple[Found, Array]]:
     """Loss of one part, what it found, and logp_new [b,T]."""
     batch = part.batch
-    scores, hidden = forward(bound, params.policy, batch)
+    scores, hidden = bound.score(params.policy, batch)
     if bound.own is not None:
-        values = critic_lib.own_values(bound.own, params.critic, batch)
+        values = critic_lib.batch_values(bound.own, params.critic, batch)
         scores = dataclasses.replace(scores, values=values)
     inputs = loss_inputs(batch, scores, shared.controllers)
     out = bound.algorithm.loss.apply(inputs, part.weights)
@@ -193,7 +180,7 @@ def natural_update(bound: Binding, parts: int) -> Callable[..., Any]:
             return evaluate(bound, Both(params, critic), part, shared)
 
         def kl(params: Any, part: Part, centred: bool = False) -> Array:
-            logp = forward(bound, params, part.batch)[0].logp_new
+            logp = bound.score(params, part.batch)[0].logp_new
             old = jax.lax.stop_gradient(logp) if centred else part.batch.logp_old
             gap = masked.select(part.batch.mask, logp - old)
             return jnp.sum(masked.exp_excess(gap)) / tokens
@@ -230,12 +217,11 @@ def summed(term: Callable[..., Array], pieces: Part) -> Callable[[Any], Array]:
     return run
 
 
-def shared_values(bound: Binding, params: Any, head: Any, batch: Any) -> tuple[Array, Any]:
-    """Values [b,T] from the policy's trunk, whose parameters get no gradient, and a value head."""
-    _, hidden = forward(bound, params, batch)
-    states = jax.lax.stop_gradient(hidden.hidden)
-    values = critic_lib.token_values(bound.model, {**params, **head}, states, batch.mask)
-    return values, hidden
+def critic_values(bound: Binding, policy: Any, params: Any, batch: Any) -> Array:
+    """Values [b,T] from `state.critic_params`, on the policy's trunk where they are its head."""
+    if bound.own is not None:
+        return critic_lib.batch_values(bound.own, params, batch)
+    return critic_lib.batch_values(bound.model, {**policy, **params}, batch, batch.routing)
 
 
 def value_job(bound: Binding) -> microbatches_lib.Job:
@@ -250,10 +236,7 @@ def value_job(bound: Binding) -> microbatches_lib.Job:
     def objective(state: TrainState, params: Any, part: Part, shared: None):
         del shared
         batch = part.batch
-        if bound.own is None:
-            values, _ = shared_values(bound, state.params, params, batch)
-        else:
-            values = critic_lib.own_values(bound.own, params, batch)
+        values = critic_values(bound, state.params, params, batch)
         error = masked.select(batch.mask, jnp.square(values - batch.returns))
         loss = jnp.sum(masked.select(batch.mask, part.weights * 0.5 * error))
         metrics = {

@@ -195,7 +195,7 @@ def test_impossible_combinations_fail_before_any_compile():
     for config, message in (
         (
             changed('sapo', length_buckets=dict(widths=(4, 8))),
-            r'widths ends with 8; legal is the 10',
+            'the widest must hold a whole row, 10 tokens',
         ),
         (changed('sapo', microbatches=2), 'microbatches=2 has no effect with length_buckets'),
         (
@@ -274,7 +274,7 @@ def test_toy_of_deepseek_v32(tmp_path):
     assert config['rollout']['chunks'] == 2 and config['reference_every'] == 1
     stages, rows = run(config, tmp_path)
     first = stages['rl'][0]
-    assert first['moe/replayed'] > 0.5 and first['penalty/kl_to_reference'] >= 0
+    assert first['moe/replayed'] > 0.5 and first['kl_reference/k3'] >= 0
     ratio = np.abs(rows['logp_new'] - rows['logp_old'])[rows['mask'] > 0]
     assert np.median(ratio) < 0.1 and ratio.max() > 1e-5
 
@@ -322,13 +322,13 @@ def test_toy_of_dapo(tmp_path):
 def test_toy_of_trpo(tmp_path):
     """The natural-gradient step through the same loop."""
     stages, _ = run(get_config('trpo'), tmp_path)
-    assert len(stages['rl']) == 2
+    assert all(0 <= r['trust_region/kl'] <= 0.011 for r in stages['rl'])
 
 
 def test_toy_of_gspo_step(tmp_path):
     """Ratios of segments."""
     stages, _ = run(lock_step(get_config('gspo_step')), tmp_path)
-    assert len(stages['rl']) == 2
+    assert all(np.isfinite(r['grad_norm']) and r['grad_norm'] > 0 for r in stages['rl'])
 
 
 @pytest.mark.slow
@@ -374,5 +374,7 @@ def test_help_is_true():
     assert {'configs/quickstart.py', 'configs/grpo.py'} == set(re.findall(r'configs/\w+\.py', text))
     section = re.search(r"--config\.(\w+)='(\{.*?\})'", ' '.join(text.split()))
     config = get_config('grpo') | {section[1]: eval(section[2]), 'microbatches': 1}
-    with pytest.raises(ValueError, match='widths ends with 8'):  # read, and too short for the toy
+    with pytest.raises(
+        ValueError, match='must hold a whole row'
+    ):  # read, and too short for the toy
         recipe.prepare(config)

@@ -144,7 +144,7 @@ def test_a_critic_with_its_own_trunk_is_trained_beside_the_policy():
     mask = batch.mask > 0
 
     def loss(own):
-        values = critic.own_values(HEADED, own, batch)
+        values = critic.batch_values(HEADED, own, batch)
         kept = batch.values_old + jnp.clip(values - batch.values_old, -0.1, 0.1)
         error = jnp.maximum((values - batch.returns) ** 2, (kept - batch.returns) ** 2)
         return jnp.sum(jnp.where(mask, error, 0)) / 2 / mask.sum()

@@ -1,22 +1,15 @@
-"""The slot engine: refills, shared prefixes, swaps in flight, abort and resume, environments."""
-
-import functools
-import time
+"""The slot engine: refills, shared prefixes, swaps in flight, abort and resume."""
 
 import jax
 import numpy as np
 import pytest
 
-from policyopt import models, scoring
-from policyopt.data.tokenizer import arithmetic_tokenizer
-from policyopt.models.moe import MoEConfig
+from policyopt import scoring
 from policyopt.sampling import (
-    Calculator,
     Engine,
     EngineConfig,
     Finish,
     PerRow,
-    Reply,
     RowErrors,
     SamplingConfig,
     automaton,
@@ -24,8 +17,8 @@ from policyopt.sampling import (
     sample_continuous,
     to_rollout,
 )
-from policyopt.sampling.environments import evaluate
 from tests.bigram import Bigram, Config, chain, noise
+from tests.engines import answers, run, tiny
 
 V, EOS = 12, 2
 MODEL = Bigram(Config(V, (EOS,)))
@@ -37,27 +30,6 @@ def key(seed=0):
     return jax.random.key(seed)
 
 
-def run(engine, params, version=0):
-    rows = []
-    while engine.busy:
-        rows += engine.step(params, version)
-    return sorted(rows, key=lambda row: row.id)
-
-
-def answers(rows):
-    return [row.data['tokens'][row.prompt_length :].tolist() for row in rows]
-
-
-@functools.cache
-def tiny(moe=True):
-    kwargs = dict(moe=MoEConfig(experts=4, top_k=2), expert_dim=8) if moe else dict(mlp_dim=16)
-    config = models.ModelConfig(
-        vocab_size=20, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, **kwargs
-    )
-    model = models.build(config)
-    return model, jax.jit(model.init)(key(7))
-
-
 @pytest.mark.slow
 def test_tokens_do_not_depend_on_slots_order_or_refills():
     model = Bigram(Config(40, (EOS,)))
@@ -67,8 +39,13 @@ def test_tokens_do_not_depend_on_slots_order_or_refills():
     config = SamplingConfig(max_new_tokens=12, top_p=0.9)
     expected = jax.device_get(sample(model, table, prompts, keys, config))
     order = np.random.default_rng(0).permutation(len(prompts))
-    for slots, steps, rows in ((1, 5, 1), (3, 1, 2), (8, 16, 1)):
-        sizes = EngineConfig(slots=slots, size=16, steps=steps, prefill_rows=rows)
+    for slots, steps, rows, more in (
+        (1, 5, 1, {}),
+        (3, 1, 2, {}),
+        (8, 16, 1, {}),
+        (5, 3, 2, dict(refill=2, min_slots=1)),
+    ):
+        sizes = EngineConfig(slots=slots, size=16, steps=steps, prefill_rows=rows, **more)
         engine = Engine(model, config, sizes)
         engine.submit([prompts[i] for i in order], keys[order])
         for row in run(engine, table):
@@ -113,6 +90,46 @@ def test_a_group_prefills_its_prompt_once():
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_array_equal(got.routing, expected.routing)
     np.testing.assert_allclose(got.logp_behavior, expected.logp_behavior, atol=2e-5)
+    # Case: replay padding: -1 where nothing was fed, never expert 0.
+    fed = np.arange(8) < np.asarray(got.length)[:, None] - 1
+    np.testing.assert_array_equal(np.all(np.asarray(got.routing) >= 0, axis=(2, 3)), fed)
+    np.testing.assert_array_equal(np.all(np.asarray(got.routing) == -1, axis=(2, 3)), ~fed)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (got, expected))
+    assert shapes[0] == shapes[1]  # field for field, None for None
+
+
+def test_a_queue_that_ends_decodes_in_fewer_slots():
+    # State of a constraint, limits and records follow a row into the smaller batch and back.
+    table = np.full((5, V), -1)
+    for i in range(5):
+        table[i, i * 2 : i * 2 + 2] = (i + 1) % 5
+    limits = np.array([3, 5, 2, 20, 4, 18, 3, 1, 6, 2, 12])
+    prompts = [[3 + i % 5] for i in range(len(limits))]
+    config, constraint = SamplingConfig(max_new_tokens=20), automaton(table)
+    per_row = PerRow(max_new_tokens=limits)
+    expected = sample(
+        ENDLESS, noise(V), prompts, key(5), config, per_row=per_row, constraint=constraint
+    )
+    useful = []
+    for more in ({}, dict(min_slots=2, refill=3, prefill_rows=2)):
+        sizes = EngineConfig(slots=8, size=24, steps=4, **more)
+        engine = Engine(ENDLESS, config, sizes, constraint=constraint)
+        engine.submit(prompts, key(5), per_row=per_row)
+        got = to_rollout(run(engine, noise(V), 0), 21)
+        for name in ('tokens', 'mask', 'length', 'finish', 'support', 'version', 'segment'):
+            np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), err_msg=name)
+        np.testing.assert_allclose(got.logp_behavior, expected.logp_behavior, atol=2e-6)
+        useful.append(engine.stats.useful)
+    assert useful[0] < 0.5 < useful[1]
+
+
+@pytest.mark.parametrize('rows', [1, 2, 6])
+def test_refills_that_wait_reach_every_row(rows):
+    sizes = EngineConfig(slots=4, size=24, steps=2, refill=4, prefill_rows=4)
+    engine = Engine(ENDLESS, SamplingConfig(max_new_tokens=7), sizes)
+    per_row = PerRow(max_new_tokens=[7, 3, 5, 1, 6, 2][:rows])
+    engine.submit([[3]] * rows, key(), per_row=per_row)
+    assert [len(a) for a in answers(run(engine, chain(V)))] == [7, 3, 5, 1, 6, 2][:rows]
 
 
 def test_new_parameters_act_between_two_steps():
@@ -167,6 +184,23 @@ def test_abort_and_resume_lose_nothing(when):
     np.testing.assert_allclose(a.logp_behavior, b.logp_behavior, atol=2e-5)
 
 
+def test_rows_that_cannot_be_resumed_here():
+    first = Engine(ENDLESS, SamplingConfig(max_new_tokens=9), SIZES)
+    first.submit([[3], [5] * 6], key())
+    first.step(chain(V))
+    partial = first.abort()
+    small = Engine(ENDLESS, SamplingConfig(max_new_tokens=9), EngineConfig(slots=1, size=9))
+    with pytest.raises(ValueError, match='row 1: it has 11 tokens; legal is 1 to 8'):
+        small.resume(partial)
+    assert not small.busy
+    other = Engine(ENDLESS, SamplingConfig(max_new_tokens=9), SIZES)
+    other.submit([[4]], key())
+    with pytest.raises(ValueError, match='row 0: this engine has a row of that id'):
+        other.resume(partial)
+    first.resume(partial)  # none was lost
+    assert answers(run(first, chain(V)))[0] == [4, 5, 6, 7, 8, 9, 10, 11, 0]
+
+
 def test_a_constraint_survives_abort_and_resume():
     table = np.full((5, V), -1)
     for i in range(5):
@@ -213,187 +247,5 @@ def test_the_first_rows_fix_the_fields():
     for field in ('slots', 'size', 'steps', 'chunk'):
         with pytest.raises(ValueError, match=f'{field} is 0; legal is 1 or more'):
             EngineConfig(**{field: 0})
-
-
-# Environments.
-
-
-class Scripted:
-    """Answers its n-th turn with the n-th reply; a callable is called, an exception raised."""
-
-    def __init__(self, prompt, *replies):
-        self.prompt, self.replies, self.turns = prompt, list(replies), []
-
-    def reset(self):
-        return self.prompt() if callable(self.prompt) else self.prompt
-
-    def step(self, tokens):
-        self.turns.append(tokens)
-        reply = self.replies.pop(0)
-        return reply() if callable(reply) else reply
-
-
-def test_observations_are_no_tokens_of_the_policy():
-    # Case: token drift: the ids of observation and turn stay what they were, text has no part.
-    env = Scripted([3], Reply([7, 7, 9], reward=0.25), Reply([]), Reply(done=True, reward=0.5))
-    engine = EngineConfig(slots=2, size=24, steps=4, chunk=2)
-    config = SamplingConfig(max_new_tokens=20, stop_ids=(5, 11))
-    got = sample_continuous(
-        ENDLESS, chain(V), None, key(), config, engine=engine, environments=[env]
-    )
-    assert env.turns == [[4, 5], [10, 11], [0, 1, 2, 3, 4, 5]]
-    assert got.tokens[0, :14].tolist() == [3, 4, 5, 7, 7, 9, 10, 11, 0, 1, 2, 3, 4, 5]
-    assert got.mask[0, :14].tolist() == [0, 1, 1, 0, 0, 0] + [1] * 8
-    assert got.segment[0, :14].tolist() == [0, 1, 1, 2, 2, 2, 3, 3] + [4] * 6
-    assert got.finish.tolist() == [Finish.DONE] and got.rewards.tolist() == [0.75]
-    rewarded = np.asarray(got.segment_rewards[0])
-    assert np.flatnonzero(~np.isnan(rewarded)).tolist() == [2, 13]
-    assert rewarded[[2, 13]].tolist() == [0.25, 0.5]
-
-
-def test_first_ratio_is_one_over_turns():
-    model, params = tiny()
-
-    def environments():
-        replies = ([9, 8, 7, 6, 5], [4], [])
-        return [Scripted([5, 6 + i], *map(Reply, replies), Reply(done=True)) for i in range(4)]
-
-    engine = EngineConfig(slots=3, size=48, steps=3, chunk=2)
-    config = SamplingConfig(
-        max_new_tokens=24, temperature=0.7, top_k=12, top_p=0.9, stop_ids=(1, 2, 3, 4, 5)
-    )
-    got = sample_continuous(
-        model, params, None, key(2), config, engine=engine, environments=environments()
-    )
-    scores = scoring.score(model, params, got, temperature=0.7)
-    gap = np.abs(np.asarray(scores.logp_new - got.logp_behavior))[np.asarray(got.mask) > 0]
-    assert int(got.segment.max()) >= 3  # turns really happened
-    assert np.median(gap) <= 2e-6 and gap.max() <= 2e-5
-    inside = np.arange(48) < np.asarray(got.length)[:, None] - 1
-    assert np.all(np.asarray(got.routing)[inside] >= 0)  # observations have their experts too
-
-
-def test_failures_of_an_environment_end_its_own_row():
-    def hang():
-        time.sleep(30)
-
-    def fail():
-        raise KeyError('no such tool')
-
-    stop = SamplingConfig(max_new_tokens=12, stop_ids=(6,))
-    good = Scripted([4], Reply([9]), Reply(done=True, reward=1.0))
-    environments = [
-        Scripted([3], fail),
-        Scripted([4], hang),
-        good,
-        Scripted(fail),
-        Scripted([5], lambda: 'text'),
-        Scripted([5], Reply([V])),
-        Scripted('text'),
-        Scripted(hang),
-    ]
-    engine = Engine(ENDLESS, stop, EngineConfig(slots=3, size=24, steps=4, time_limit=1.0))
-    engine.submit(None, key(), environments=environments)
-    started = time.monotonic()
-    rows = run(engine, chain(V))
-    assert time.monotonic() - started < 29
-    errors = [row.error for row in rows]
-    assert errors[0] == "environment raised KeyError: 'no such tool'" == errors[3]
-    assert errors[1] == 'environment took longer than 1 s' == errors[7]
-    assert errors[2] is None and rows[2].finish == Finish.DONE and rows[2].reward == 1
-    assert errors[4] == 'environment returned str; legal is a Reply'
-    assert errors[5] == 'environment gave a token outside 0 to 11'
-    assert errors[6] == "environment gave 'text'; legal are token ids"
-    assert answers(rows)[0] == [4, 5, 6]  # what it drew before is kept
-    stats = engine.stats
-    assert (stats.failures, stats.timeouts, stats.errors) == (2, 2, 7)
-
-
-def test_environments_run_in_parallel():
-    def slow():
-        time.sleep(0.4)
-        return Reply(done=True)
-
-    config = SamplingConfig(max_new_tokens=8, stop_ids=(6,))
-    environments = [Scripted([3], slow) for _ in range(6)]
-    engine = Engine(ENDLESS, config, EngineConfig(slots=6, size=16, workers=6))
-    engine.submit(None, key(), environments=environments)
-    engine.step(chain(V))  # compiles
-    started = time.monotonic()
-    rows = run(engine, chain(V))
-    assert time.monotonic() - started < 6 * 0.4
-    assert all(row.finish == Finish.DONE for row in rows)
-
-
-def test_an_observation_without_room_ends_the_row():
-    env = Scripted([3], Reply([9] * 30))
-    config = SamplingConfig(max_new_tokens=8, stop_ids=(6,))
-    engine = Engine(ENDLESS, config, EngineConfig(slots=1, size=16))
-    engine.submit(None, key(), environments=[env])
-    (row,) = run(engine, chain(V))
-    assert row.finish == Finish.LENGTH and row.length == 4
-
-
-def test_abort_keeps_what_environments_answer():
-    config = SamplingConfig(max_new_tokens=12, stop_ids=(6,))
-    env = Scripted([4], Reply([9]), Reply(done=True, reward=1.0))
-    engine = Engine(ENDLESS, config, EngineConfig(slots=1, size=24, steps=2))
-    engine.submit(None, key(), environments=[env])
-    while not env.turns:
-        engine.step(chain(V))
-    engine.resume(engine.abort())
-    (row,) = run(engine, chain(V))
-    assert row.data['tokens'].tolist() == [4, 5, 6, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6]
-    assert row.data['segment'].tolist() == [0, 1, 1, 2] + [3] * 9
-    assert row.reward == 1 and env.turns[1] == [10, 11, 0, 1, 2, 3, 4, 5, 6]
-
-
-def test_calculator():
-    tokenizer = arithmetic_tokenizer()
-    env = Calculator(tokenizer, '12*3+4=', 40)
-    assert env.reset() == tokenizer.encode('12*3+4=')
-    reply = env.step(tokenizer.encode('12*3='))
-    assert tokenizer.decode(reply.tokens) == '36' and not reply.done
-    assert env.step([*tokenizer.encode('36+4-40'), tokenizer.eos_id]) == Reply((), True, 0.0)
-    assert env.step([*tokenizer.encode('40'), tokenizer.eos_id]) == Reply((), True, 1.0)
-    assert evaluate('1+2*3-4*5') == -13 and evaluate('7*-') is None and evaluate('-3+5') == 2
-    impatient = Calculator(tokenizer, '1+1=', 2, turns=1)
-    assert impatient.step(tokenizer.encode('1+1=')).tokens == tokenizer.encode('2')
-    assert impatient.step(tokenizer.encode('1+1=')) == Reply((), True, 0.0)
-
-
-def test_calculator_in_a_row():
-    # The chain writes 3, then 3+4=; the tool answers 7, and the chain answers 7 itself.
-    tokenizer = arithmetic_tokenizer()
-    ids = {c: tokenizer.encode(c)[0] for c in '347+='}
-    table = np.zeros((tokenizer.vocab_size,) * 2, np.float32)
-    for a, b in ('=3', '3+', '+4', '4='):
-        table[ids[a], ids[b]] = 80
-    table[ids['7'], tokenizer.eos_id] = 80
-    model = Bigram(Config(tokenizer.vocab_size), tokenizer)
-    config = SamplingConfig(max_new_tokens=10, stop_ids=(ids['='],))
-    env = Calculator(tokenizer, '3+4=', 7)
-    engine = EngineConfig(slots=1, size=20)
-    got = sample_continuous(model, table, None, key(), config, engine=engine, environments=[env])
-    n = int(got.length[0])
-    assert tokenizer.decode(got.tokens[0, :n].tolist()) == '3+4=3+4=7'
-    assert got.mask[0, :n].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 1]
-    assert got.finish.tolist() == [Finish.DONE]
-    assert got.rewards.tolist() == [0.0]  # the last turn wrote no number of its own
-
-
-def test_errors_of_environments_can_be_recorded():
-    def fail():
-        raise ValueError('broken')
-
-    environments = [Scripted([3], fail), Scripted([3], Reply(done=True, reward=2.0))]
-    config = SamplingConfig(max_new_tokens=12, stop_ids=(6,))
-    draw = functools.partial(
-        sample_continuous, ENDLESS, chain(V), None, key(), config, engine=SIZES
-    )
-    with pytest.raises(RowErrors, match='row 0: environment raised ValueError: broken'):
-        draw(environments=environments)
-    environments = [Scripted([3], fail), Scripted([3], Reply(done=True, reward=2.0))]
-    got = draw(environments=environments, on_error='record')
-    assert got.finish.tolist() == [Finish.ERROR, Finish.DONE]
-    assert np.isnan(got.rewards[0]) and got.rewards[1] == 2
+    with pytest.raises(ValueError, match='refill is 9; legal is up to slots, 8'):
+        EngineConfig(slots=8, refill=9)

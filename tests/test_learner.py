@@ -189,6 +189,7 @@ def test_natural_gradient_through_the_same_update(natural):
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
+@pytest.mark.slow
 def test_natural_gradient_is_the_rule_on_the_whole_minibatch(natural):
     model, params, batch, _, state, _ = natural
     batch = jax.tree.map(jnp.asarray, batch)

@@ -134,7 +134,7 @@ def test_buckets_change_nothing_and_compile_once_each():
 def test_buckets_in_the_forward_passes_and_value_pretraining():
     batch, params = random_batch(), HEADED.init()
     algorithm, results = po.algorithms.vapo(), []
-    for split in (dict(microbatches=2), dict(length_buckets=BUCKETS)):
+    for split in (dict(microbatches=2), dict(length_buckets=TWO)):
         learn = learner.make_learner(
             HEADED, algorithm, optax.sgd(1.0), critic=learner.Critic(optax.sgd(0.5)), **split
         )

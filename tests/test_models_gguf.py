@@ -1,7 +1,8 @@
 """GGUF files written here: every quantisation, row order, tokenizers, and what is refused."""
 
 import functools
-import json
+import re
+import struct
 
 import gguf
 import jax.numpy as jnp
@@ -9,142 +10,22 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from gguf import GGMLQuantizationType as Quantization
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from policyopt import models as po_models
-from policyopt.models import gguf_file
+from policyopt.models import gguf_file, gguf_header
+from tests.gguf_files import (
+    GROUPS,
+    HEAD,
+    HEADS,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    dense_weights,
+    trained,
+    write,
+)
 
-WIDTH, INNER, HEADS, GROUPS, HEAD, VOCAB, LAYERS = 256, 512, 4, 2, 64, 300, 2
 TEXT = 'to be or not to be, that is the question: 12 + 30 = 42 <|im_end|>'
-
-
-def dense_weights():
-    """Hugging Face names and layouts."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return (rng.normal(size=shape) * 0.05).astype(np.float32)
-
-    held = {
-        'model.embed_tokens.weight': normal(VOCAB, WIDTH),
-        'model.norm.weight': 1 + normal(WIDTH),
-        'lm_head.weight': normal(VOCAB, WIDTH),
-    }
-    for i in range(LAYERS):
-        at = f'model.layers.{i}.'
-        held |= {
-            at + 'input_layernorm.weight': 1 + normal(WIDTH),
-            at + 'post_attention_layernorm.weight': 1 + normal(WIDTH),
-            at + 'self_attn.q_proj.weight': normal(HEADS * HEAD, WIDTH),
-            at + 'self_attn.k_proj.weight': normal(GROUPS * HEAD, WIDTH),
-            at + 'self_attn.v_proj.weight': normal(GROUPS * HEAD, WIDTH),
-            at + 'self_attn.o_proj.weight': normal(WIDTH, HEADS * HEAD),
-            at + 'mlp.gate_proj.weight': normal(INNER, WIDTH),
-            at + 'mlp.up_proj.weight': normal(INNER, WIDTH),
-            at + 'mlp.down_proj.weight': normal(WIDTH, INNER),
-        }
-    return held
-
-
-def file_name(name):
-    if name in gguf_file.TRUNK:
-        return gguf_file.TRUNK[name]
-    _, _, layer, rest = name.split('.', 3)
-    stem, ending = rest.rsplit('.', 1)
-    return f'blk.{layer}.{gguf_file.LAYER[stem]}.{ending}'
-
-
-def paired(rows, heads):
-    """Rows of a rotary projection in the order of Llama files: (0, hd/2, 1, hd/2 + 1, ...)."""
-    order = np.arange(rows.shape[0]).reshape(heads, 2, -1).swapaxes(1, 2).ravel()
-    return rows[order]
-
-
-def k_quant_bytes(shape, kind):
-    """Random but finite blocks of the formats that the package can only read."""
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    data = np.random.default_rng(1).integers(0, 256, (*shape[:-1], shape[-1] // block, size))
-    data = data.astype(np.uint8)
-    scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    at = [0, 2] if kind == Quantization.Q4_K else [size - 2]
-    for start in at:
-        data[..., start : start + 2] = scale
-    return data.reshape(*shape[:-1], -1)
-
-
-@functools.cache
-def trained():
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=['<|endoftext|>', '<|im_start|>', '<|im_end|>'],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    inner.train_from_iterator(['to be or not to be that is the question ' * 20] * 20, trainer)
-    return inner
-
-
-def write(path, quantization=Quantization.F32, family='llama', change=None, tokenizer=True):
-    writer = gguf.GGUFWriter(path, family)
-    writer.add_context_length(128)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(GROUPS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(5000.0)
-    if tokenizer:
-        add_byte_level(writer)
-    if change:
-        change(writer)
-    stored = {}
-    for name, tensor in dense_weights().items():
-        at, raw = file_name(name), tensor
-        if family == 'llama' and ('q_proj' in name or 'k_proj' in name):
-            raw = paired(tensor, HEADS if 'q_proj' in name else GROUPS)
-        kind = quantization if raw.ndim == 2 else Quantization.F32
-        if kind in (Quantization.Q4_K, Quantization.Q6_K):
-            data = k_quant_bytes(raw.shape, kind)
-        else:
-            data = gguf.quantize(raw, kind)
-        stored[at] = gguf.dequantize(data, kind)
-        if kind == Quantization.F32:
-            writer.add_tensor(at, raw)
-        elif kind == Quantization.F16:
-            writer.add_tensor(at, raw.astype(np.float16))
-        else:
-            writer.add_tensor(at, data, raw_shape=data.shape, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return stored
-
-
-def add_byte_level(writer):
-    vocab = trained().get_vocab(with_added_tokens=True)
-    tokens = sorted(vocab, key=vocab.get)
-    merges = json.loads(trained().to_str())['model']['merges']
-    writer.add_tokenizer_model('gpt2')
-    writer.add_tokenizer_pre('smollm')
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if i < 3 else 1 for i in range(len(tokens))])
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else ' '.join(merge) for merge in merges]
-    )
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    writer.add_chat_template('{{ messages }}')
 
 
 @pytest.mark.parametrize('name', gguf_file.QUANTIZATIONS)
@@ -276,6 +157,8 @@ def test_unknown_tokenizers_and_quantisations_are_named(tmp_path):
     def change(writer):
         writer.add_tokenizer_model('gpt2')
         writer.add_tokenizer_pre('smolm')
+        writer.add_token_list(['a'])
+        writer.add_token_merges(['a a'])
 
     write(tmp_path / 'a.gguf', change=change, tokenizer=False)
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre='smolm'.*Did you mean `smollm`"):
@@ -283,3 +166,138 @@ def test_unknown_tokenizers_and_quantisations_are_named(tmp_path):
     write(tmp_path / 'b.gguf', Quantization.Q5_0, tokenizer=False)
     with pytest.raises(ValueError, match=r"quantisation of 'token_embd\.weight'='Q5_0'"):
         po_models.load(tmp_path / 'b.gguf')
+
+
+@functools.cache
+def whole_file(folder):
+    write(folder / 'whole.gguf', Quantization.Q8_0)
+    return (folder / 'whole.gguf').read_bytes()
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    return whole_file(tmp_path_factory.mktemp('gguf'))
+
+
+def refusal(path, data):
+    """What load says of these bytes; it must be a ValueError that names the file."""
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        po_models.load(path)
+    return str(caught.value)
+
+
+def test_headers_are_read_as_the_package_reads_them(whole, tmp_path):
+    path = tmp_path / 'model.gguf'
+    path.write_bytes(whole)
+    fields, tensors = gguf_header.read_header(path)
+    reader = gguf.GGUFReader(path)
+    theirs = {name: f.contents() for name, f in reader.fields.items() if name[:5] != 'GGUF.'}
+    assert fields == theirs
+    assert list(tensors) == [tensor.name for tensor in reader.tensors]
+    for tensor in reader.tensors:
+        info = tensors[tensor.name]
+        assert (info.start, info.type) == (tensor.data_offset, tensor.tensor_type)
+        assert info.shape == tuple(reversed(tensor.shape.tolist()))
+
+
+def test_files_cut_short_are_named_before_memory_is_allocated(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr('policyopt.models.loading._place', None)
+    path = tmp_path / 'model.gguf'
+    path.write_bytes(whole)
+    _, tensors = gguf_header.read_header(path)
+    first, last = (f(tensors, key=lambda name: tensors[name].start) for f in (min, max))
+    assert f'tensor {last!r} ends at byte' in refusal(path, whole[:-40])
+    cut = tensors[first].start + 100
+    assert f'tensor {first!r} ends at byte' in refusal(path, whole[:cut])
+    header = min(info.start for info in tensors.values())
+    for at in [0, 3, 4, 11, 23, *range(24, header, 997), header - 40]:
+        message = refusal(path, whole[:at])
+        assert 'cut short' in message or 'is empty' in message
+    name = b'blk.0.attn_q.weight'
+    assert "'blk.0.attn_q.weight'" in refusal(path, whole[: whole.index(name) + len(name) + 3])
+
+
+def replaced(data, old, new, at=0):
+    where = data.index(old) + len(old) + at
+    return data[:where] + new + data[where + len(new) :]
+
+
+def test_corrupt_headers_are_named_and_ask_for_no_memory(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr('policyopt.models.loading._place', None)
+    path, huge = tmp_path / 'model.gguf', struct.pack('<Q', 2**60)
+    refused = functools.partial(refusal, path)
+    assert 'no GGUF file' in refused(b'GGML' + whole[4:])
+    assert 'GGUF version' in refused(whole[:4] + struct.pack('>I', 3) + whole[8:])
+    assert 'tensor' in refused(whole[:8] + huge + whole[16:])
+    assert 'field' in refused(whole[:16] + huge + whole[24:])
+    # A field: its name, type [4], and for an array type [4] and count [8].
+    tokens = b'tokenizer.ggml.tokens'
+    assert f"field '{tokens.decode()}' says that it has {2**60}" in refused(
+        replaced(whole, tokens, huge, 8)
+    )
+    assert 'of type 77' in refused(replaced(whole, tokens, struct.pack('<I', 77)))
+    assert 'entries of type 9' in refused(replaced(whole, tokens, struct.pack('<I', 9), 4))
+    count = struct.pack('<I', 10**9)
+    assert 'llama.block_count=1000000000' in refused(
+        replaced(whole, b'llama.block_count', count, 4)
+    )
+    zero = struct.pack('<I', 0)
+    assert 'llama.attention.head_count=0' in refused(
+        replaced(whole, b'llama.attention.head_count', zero, 4)
+    )
+    # A tensor: its name, rank [4], sizes [8] each, type [4], offset [8].
+    name = b'blk.1.ffn_up.weight'
+    for new, at, message in (
+        (struct.pack('<I', 99), 0, 'has 99 axes'),
+        (huge, 4, 'has sizes'),
+        (struct.pack('<Q', 250), 4, 'rows of 250, no multiple of Q8_0'),
+        (struct.pack('<I', 999), 20, 'has type 999'),
+        (huge, 24, 'ends at byte'),
+    ):
+        told = refused(replaced(whole, name, new, at))
+        assert message in told and "tensor 'blk.1.ffn_up.weight'" in told
+    assert 'no UTF-8' in refused(whole.replace(name, b'blk.1.ffn_up.weigh\xff', 1))
+    assert 'is there twice' in refused(whole.replace(name, b'blk.0.ffn_up.weight', 1))
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_random_damage_to_a_header_never_hangs_or_passes_in_silence(seed, whole, tmp_path):
+    path = tmp_path / 'model.gguf'
+    path.write_bytes(whole)
+    start = min(info.start for info in gguf_header.read_header(path)[1].values())
+    rng = np.random.default_rng(seed)
+    for _ in range(100):
+        data = bytearray(whole[: start + 64])
+        for at in rng.integers(0, start, 4):
+            data[at] = rng.integers(256)
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match='model.gguf'):  # if only because the tensors are gone
+            po_models.load(path)
+
+
+def test_tokenizers_that_lack_a_part_say_which(tmp_path):
+    def change(writer):
+        writer.add_tokenizer_model('gpt2')
+        writer.add_token_list(['a', 'b'])
+
+    write(tmp_path / 'a.gguf', change=change, tokenizer=False)
+    with pytest.raises(ValueError, match=r'a\.gguf: .*needs the array tokenizer\.ggml\.merges'):
+        po_models.load(tmp_path / 'a.gguf')
+
+    def more(writer):
+        change(writer)
+        writer.add_token_merges(['a c'])
+
+    write(tmp_path / 'b.gguf', change=more, tokenizer=False)
+    with pytest.raises(ValueError, match=r'b\.gguf: tokenizer\.ggml\.tokens and merges: '):
+        po_models.load(tmp_path / 'b.gguf')
+
+
+def test_every_end_of_text_is_kept(tmp_path):
+    def change(writer):
+        writer.add_eot_token_id(5)
+        writer.add_eom_token_id(2)
+
+    write(tmp_path / 'model.gguf', change=change)
+    assert po_models.load(tmp_path / 'model.gguf')[0].config.eos_ids == (2, 5)

@@ -82,6 +82,14 @@ def test_tiny_run(tmp_path, capsys):
     assert np.abs(saved['logp_new'] - saved['logp_old'])[second].max() > 2e-5  # it trained
 
 
+def test_steps_after_the_second_compile_nothing(tmp_path):
+    config = get_config('tiny=true', steps=5, evaluation__every=10)
+    run(config, tmp_path / 'run')
+    times = [r for r in metrics.read(tmp_path / 'run' / 'timings.jsonl') if r['stage'] == 'rl']
+    assert times[0]['compiles'] > 0  # the counter counts
+    assert [t['compiles'] for t in times[2:]] == [0, 0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['dapo', 'vapo'])
 def test_tiny_run_of_other_algorithms(name, tmp_path):
@@ -129,6 +137,12 @@ def test_tiny_run_of_other_algorithms(name, tmp_path):
             'critic has no effect without',
         ),
         ('tiny', dict(model=dict(path='no/such/folder')), 'no/such/folder'),
+        ('tiny,algorithm=dapo', dict(dynamic_sampling=True), 'has a keep rule of its own'),
+        (
+            'tiny',
+            dict(length_buckets=dict(token_budget=64, widths=(8,))),
+            'the widest must hold a whole row, 11 tokens',
+        ),
         ('tiny', dict(tokenizer='ascii', model=dict(path='x')), 'config.model.path brings its own'),
     ],
 )

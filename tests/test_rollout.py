@@ -11,9 +11,9 @@ import pytest
 
 import policyopt as po
 from policyopt import data, models, rollout, scoring
-from policyopt.models.transformer import Hidden
 from policyopt.rollout import RolloutConfig, make_collector, required_fields
 from policyopt.sampling import EngineConfig, SamplingConfig
+from tests.bigram import Bigram, Config
 
 TOKENIZER = data.arithmetic_tokenizer()
 ITEMS = [
@@ -22,33 +22,14 @@ ITEMS = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What the sampler reads of a model's config."""
-
-    vocab_size: int = TOKENIZER.vocab_size
-
-
-@dataclasses.dataclass(frozen=True)
-class Uniform:
-    """A model without parameters that gives every token the same probability."""
-
-    tokenizer: data.CharTokenizer = TOKENIZER
-    config: Sizes = Sizes()
-
-    def init_cache(self, batch, size):
-        return jnp.zeros(batch, jnp.int32)
-
-    def extend(self, params, cache, tokens, count):
-        return Hidden(jnp.zeros((*tokens.shape, 1)), None, {}), cache + count
-
-    def logits(self, params, hidden):
-        return jnp.zeros((*hidden.shape[:-1], TOKENIZER.vocab_size))
+# Gives every token the same probability.
+UNIFORM = Bigram(Config(TOKENIZER.vocab_size), TOKENIZER)
+PARAMS = jnp.zeros((TOKENIZER.vocab_size,) * 2)
 
 
 def collector(algorithm, judge, prompts=2, group_size=4, max_rounds=3, **config):
     return make_collector(
-        Uniform(),
+        UNIFORM,
         algorithm,
         judge,
         RolloutConfig(prompts=prompts, group_size=group_size, max_rounds=max_rounds, **config),
@@ -63,7 +44,7 @@ def state_of(params):
 
 def collect(algorithm, judge, **kw):
     source = data.batches(ITEMS, kw.get('prompts', 2), seed=0)
-    return collector(algorithm, judge, **kw)(state_of({}), None, source, jax.random.key(0), 3)
+    return collector(algorithm, judge, **kw)(state_of(PARAMS), None, source, jax.random.key(0), 3)
 
 
 def cycling(*marks):
@@ -213,7 +194,7 @@ def test_next_steps_differ_and_repeat_with_the_key():
 
     def tokens(key):
         return step(
-            state_of({}), None, data.batches(ITEMS, 2, seed=0), jax.random.key(key), 0
+            state_of(PARAMS), None, data.batches(ITEMS, 2, seed=0), jax.random.key(key), 0
         ).batch.tokens
 
     assert np.array_equal(tokens(1), tokens(1)) and not np.array_equal(tokens(1), tokens(2))

@@ -1,14 +1,12 @@
 """What every sampler promises: one suite over the lock-step sampler and the slot engine."""
 
 import functools
+import inspect
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
 
-from policyopt import models, scoring
 from policyopt.sampling import (
     EngineConfig,
     Finish,
@@ -22,6 +20,7 @@ from policyopt.sampling import (
     sample_continuous,
 )
 from policyopt.sampling import decode as decode_lib
+from policyopt.sampling import slots as slots_lib
 from tests.bigram import Bigram, Config, chain, noise
 
 V, EOS = 12, 2
@@ -146,6 +145,44 @@ def test_greedy_records_the_argmax_and_logp_0(draw):
     np.testing.assert_array_equal(got.support[drawn][:, 0], got.tokens[drawn])
     before = np.roll(got.tokens, 1, axis=1)[drawn]
     np.testing.assert_array_equal(got.tokens[drawn], table[before].argmax(axis=1))
+
+
+def test_each_token_has_a_number_of_its_own(draw):
+    # Flat logits over 512 tokens: the token is the number, times 512, cut.
+    keys = jax.random.split(key(6), 5)
+    model, table = Bigram(Config(512)), np.zeros((512, 512), np.float32)
+    got = host(draw(model, table, PROMPTS, keys, SamplingConfig(max_new_tokens=30)))
+    numbers = np.array(
+        [[jax.random.uniform(jax.random.fold_in(k, t)) for t in range(30)] for k in keys]
+    )
+    assert answers(got) == np.floor(512 * (numbers + 2.0**-24)).astype(int).tolist()
+    assert len(np.unique(numbers)) == 150
+
+
+def test_samplers_take_the_same_arguments():
+    lock_step, engine = (inspect.signature(f).parameters for f in (sample, sample_continuous))
+    own = {name: p for name, p in engine.items() if name not in ('engine', 'environments')}
+    assert list(own) == list(lock_step)
+    for name, parameter in lock_step.items():
+        assert (own[name].kind, own[name].default) == (parameter.kind, parameter.default)
+
+
+def test_samplers_compile_nothing_from_step_to_step():
+    counts = []
+    engine = EngineConfig(slots=3, steps=4, refill=2, prefill_rows=2)
+    for step in range(3):
+        table, prompts = noise(V, step), pad_prompts([[3 + step], [4, 5], [6] * (step + 1)] * 3, 3)
+        config = SamplingConfig(max_new_tokens=6, top_p=0.9 - step / 10, temperature=1 + step)
+        rollouts = [
+            sample(MODEL, table, prompts, key(step), config, version=step),
+            sample_continuous(
+                MODEL, table, prompts, key(step), config, version=step, engine=engine
+            ),
+        ]
+        np.testing.assert_array_equal(*(r.tokens for r in rollouts))
+        jitted = (decode_lib._decode, slots_lib.prefill, slots_lib.admit, slots_lib.decode)
+        counts.append([f._cache_size() for f in jitted])
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_seeds(draw):
@@ -330,8 +367,11 @@ def test_unknown_stop_token(draw):
     [
         (dict(max_new_tokens=0), 'max_new_tokens is 0'),
         (dict(temperature=-1.0), 'temperature is -1.0'),
+        (dict(temperature=1e-9), r'temperature is 1e-09; legal is 0 \(greedy\), or 1e-06 to 1e'),
+        (dict(temperature=float('nan')), 'temperature is nan'),
         (dict(top_p=0.0), 'top_p is 0.0'),
         (dict(top_k=0), 'top_k is 0'),
+        (dict(top_k=2.5), 'top_k is 2.5; legal is a whole number'),
         (dict(min_p=1.5), 'min_p is 1.5'),
         (dict(top_k=8, support_size=4), 'top_k is 8; legal is up to support_size, 4'),
         (dict(temperature=0.0, top_p=0.9), 'top_p is 0.9 and has no effect'),
@@ -349,6 +389,8 @@ def test_settings_that_cannot_act_are_errors(kwargs, message):
         (SamplingConfig(2, force_eos=True), None, 'force_eos is on, but there is no end'),
         (SamplingConfig(2, force_eos=True, eos_id=3, banned_ids=(3,)), None, 'may not be drawn'),
         (SamplingConfig(2), PerRow(temperature=[1.0, -2.0]), 'row 1: temperature is -2.0'),
+        (SamplingConfig(2), PerRow(temperature=[1.0, 1e-9]), 'row 1: temperature is 1e-09; legal'),
+        (SamplingConfig(2, temperature=0.0), PerRow(temperature=[0.0, 1.0]), 'has no effect'),
         (SamplingConfig(2), PerRow(top_p=[0.5]), r'top_p has shape \(1,\); legal is \(2,\)'),
         (SamplingConfig(2), PerRow(max_new_tokens=[1, 3]), 'row 1: max_new_tokens is 3'),
         (SamplingConfig(2, top_k=4), PerRow(top_k=[4, 5]), 'row 1: top_k is 5; legal is 0 to 4'),
@@ -357,6 +399,20 @@ def test_settings_that_cannot_act_are_errors(kwargs, message):
 def test_settings_are_checked_before_anything_runs(draw, config, per_row, message):
     with pytest.raises(ValueError, match=message):
         draw(ENDLESS, chain(V), [[3], [4]], key(), config, per_row=per_row)
+
+
+def test_no_prompts(draw):
+    with pytest.raises(ValueError, match='there are no prompts; legal is 1 row or more'):
+        draw(ENDLESS, chain(V), [], key(), SamplingConfig(2))
+
+
+def test_lengths_of_padded_prompts_name_their_row(draw):
+    prompts = np.full((5, 2), 3), np.array([2, 3, 0, -1, 1])
+    with pytest.raises(RowErrors) as error:
+        draw(ENDLESS, chain(V), prompts, key(), SamplingConfig(max_new_tokens=2))
+    assert set(error.value.errors) == {1, 2, 3}
+    assert error.value.errors[1] == 'prompt has 3 tokens; legal is 1 to 2'
+    assert answers(error.value.rollout) == [[4, 5], [], [], [], [4, 5]]
 
 
 def test_raw_keys_are_errors(draw):
@@ -368,119 +424,3 @@ def test_at_temperature_drops_what_has_no_effect():
     config = SamplingConfig(3, temperature=0.7, top_p=0.9, top_k=5, stop_ids=(3,))
     assert config.at_temperature(0.0) == SamplingConfig(3, temperature=0.0, stop_ids=(3,))
     assert config.at_temperature(1.0).top_p == 0.9
-
-
-# The first ratio is one.
-
-
-@functools.cache
-def scorer(model, replay_support):
-    return jax.jit(
-        lambda params, rollout, temperature, allowed: scoring.score(
-            model,
-            params,
-            rollout,
-            temperature=temperature,
-            allowed=allowed,
-            replay_support=replay_support,
-        )
-    )
-
-
-def first_ratio(model, params, rollout, temperature=0.7, allowed=None, replay_support=True):
-    """|logp_new - logp_behavior| on the policy's tokens, and the scores."""
-    run = scorer(model, replay_support)
-    scores = jax.device_get(run(params, rollout, jnp.float32(temperature), allowed))
-    chosen = np.asarray(rollout.mask) > 0
-    return np.abs(scores.logp_new - np.asarray(rollout.logp_behavior))[chosen], scores
-
-
-FIRST_RATIO = SamplingConfig(max_new_tokens=14, temperature=0.7, top_k=20, top_p=0.9)
-
-
-@pytest.mark.parametrize(
-    'name',
-    [
-        'llama_tied',
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ('mixtral', 'qwen2', 'qwen3', 'qwen3_moe')
-        ),
-    ],
-)
-def test_first_ratio_is_one(name):
-    model, params = models.load(f'tests/data/hf/{name}')
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(3, 160, n).tolist() for n in (3, 11, 6, 1, 6, 8)]
-    engine = EngineConfig(slots=3, steps=5)
-    rollouts = {
-        'decode': sample(model, params, prompts, key(1), FIRST_RATIO),
-        'engine': sample_continuous(model, params, prompts, key(1), FIRST_RATIO, engine=engine),
-    }
-    np.testing.assert_array_equal(*(r.tokens for r in rollouts.values()))
-    logits = jax.jit(lambda p, t: model.apply(p, t).logits / 0.7)(params, rollouts['decode'].tokens)
-    logits = np.asarray(logits, np.float64)
-    scale = max(1.0, np.abs(logits).max())  # the bound scales with max |logit| / temperature
-    for which, rollout in rollouts.items():
-        assert rollout.support.shape[2] == 20
-        assert (rollout.routing is not None) == (model.config.moe is not None)
-        if rollout.routing is not None:
-            last = np.arange(rollout.tokens.shape[1]) == np.asarray(rollout.length)[:, None] - 1
-            fed = np.arange(rollout.tokens.shape[1]) < np.asarray(rollout.length)[:, None] - 1
-            assert np.all(np.asarray(rollout.routing)[last] == -1)
-            assert np.all(np.asarray(rollout.routing)[fed] >= 0)
-        gap, _ = first_ratio(model, params, rollout)
-        print(
-            f'{name} {which}: median {np.median(gap):.1e}, max {gap.max():.1e}, scale {scale:.1f}'
-        )
-        assert np.median(gap) <= 2e-6 * scale and gap.max() <= 2e-5 * scale
-    # Without the support the ratio is the kept mass.
-    rollout = jax.device_get(rollouts['decode'])
-    _, full = first_ratio(model, params, rollout, replay_support=False)
-    chosen = rollout.mask > 0
-    np.testing.assert_allclose(full.logp_new, rollout.logp_full, atol=2e-5 * scale)
-    mass = np.exp(full.logp_new - rollout.logp_behavior)
-    for row, t in np.argwhere(chosen):
-        p = scipy.special.softmax(logits[row, t - 1])
-        kept = rollout.support[row, t]
-        np.testing.assert_allclose(mass[row, t], p[kept[kept >= 0]].sum(), rtol=1e-4)
-    assert mass[chosen].min() < 0.9  # truncation was at work
-
-
-@functools.cache
-def tiny():
-    config = models.ModelConfig(
-        vocab_size=24, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_dim=16
-    )
-    model = models.build(config)
-    return model, jax.jit(model.init)(key(7))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('kwargs', [{}, dict(top_p=0.8), dict(allowed_ids=tuple(range(3, 15)))])
-def test_first_ratio_of_padded_and_single_rows(draw, kwargs):
-    # Case: same weights, rows padded by 0 or 7, alone or batched: log-ratio 0.
-    model, params = tiny()
-    config = SamplingConfig(max_new_tokens=10, temperature=0.7, **kwargs)
-    prompts = [[5, 6, 7], [3], [9, 8, 7, 6, 5, 4, 3]]
-    allowed = allowed_mask(config, 24)
-    for rows in (prompts, prompts[:1]):
-        rollout = draw(model, params, rows, key(2), config)
-        for pad in (0, 7):
-            wide = jax.tree.map(
-                lambda x, pad=pad: (
-                    jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)) if x.ndim > 1 else x
-                ),
-                rollout,
-            )
-            gap, _ = first_ratio(model, params, wide, allowed=allowed)
-            assert np.median(gap) <= 2e-6 and gap.max() <= 2e-5
-
-
-def test_temperature_of_sampler_and_scorer():
-    # Case: logits [2, 0], T = 2, token 0: -.3133 in both (see test_sampling_logits for the number).
-    model, params = tiny()
-    config = SamplingConfig(max_new_tokens=10, temperature=2.0)
-    rollout = sample(model, params, [[5, 6]], key(), config)
-    assert first_ratio(model, params, rollout, temperature=2.0)[0].max() <= 2e-5
-    assert first_ratio(model, params, rollout, temperature=1.0)[0].max() > 1e-2

@@ -86,6 +86,86 @@ def test_the_most_probable_of_a_large_vocabulary_with_ties():
         assert kept.ids[row].tolist() == expected
 
 
+def test_ties_at_the_last_place_of_the_most_probable():
+    # 100 equal logits for 64 places, strewn over a vocabulary that is searched in groups.
+    rng = np.random.default_rng(6)
+    logits = rng.normal(-9, 1, (3, 33_000)).astype(np.float32)
+    for row in logits:
+        row[rng.choice(33_000, 100, replace=False)] = 1.0
+        row[rng.choice(33_000, 5, replace=False)] = 2.0
+    kept = jax.jit(lib.most_probable, static_argnums=1)(jnp.asarray(logits), 64)
+    order = np.argsort(-logits, axis=1, kind='stable')[:, :64]
+    np.testing.assert_array_equal(kept.ids, order)
+    np.testing.assert_array_equal(kept.logits, np.take_along_axis(logits, order, axis=1))
+
+
+def test_what_top_p_drops_is_a_suffix():
+    rng = np.random.default_rng(7)
+    logits = jnp.asarray(-np.sort(rng.gamma(1, 1e-3, (200, 1024)), axis=1), jnp.float32)
+    kept = lib.Kept(jnp.broadcast_to(jnp.arange(1024), (200, 1024)), logits)
+    ids = np.asarray(jax.jit(lib.keep_top_p)(kept, jnp.asarray(rng.random(200), jnp.float32)).ids)
+    count = (ids >= 0).sum(axis=1)
+    np.testing.assert_array_equal(ids >= 0, np.arange(1024) < count[:, None])
+    assert len(set(count)) > 100
+
+
+def test_settings_that_keep_all_are_no_ops():
+    rng = np.random.default_rng(8)
+    logits = jnp.asarray(np.round(rng.normal(0, 2, (50, 20))), jnp.float32)
+    uniform = jnp.asarray(rng.random(50), jnp.float32)
+    plain = draw(logits, uniform, params(50), size=20)
+    for settings in (dict(top_p=1.0, min_p=0.0), dict(top_k=20), dict(top_k=20, top_p=1.0)):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            plain,
+            draw(logits, uniform, params(50, **settings), size=20),
+        )
+    np.testing.assert_array_equal(np.sort(plain.support, axis=1), [np.arange(20)] * 50)
+    np.testing.assert_allclose(plain.logp, plain.logp_full, atol=1e-6)
+
+
+@pytest.mark.parametrize('temperature', [1e-6, 100.0])
+def test_extreme_temperatures(temperature):
+    rng = np.random.default_rng(9)
+    logits = rng.normal(0, 5, (40, 300)).astype(np.float32)
+    uniform = jnp.asarray(rng.random(40), jnp.float32)
+    exact = scipy.special.log_softmax(logits.astype(np.float64) / temperature, axis=1)
+    for size in (None, 8):
+        got = jax.device_get(
+            draw(jnp.asarray(logits), uniform, params(40, temperature=temperature), size=size)
+        )
+        assert not got.fault.any()
+        taken = exact[np.arange(40), got.token]
+        np.testing.assert_allclose(got.logp_full, taken, atol=2e-6)
+        if temperature < 1:
+            np.testing.assert_array_equal(got.token, logits.argmax(axis=1))
+            assert np.all(got.logp == 0)
+        else:
+            assert np.mean(got.token == logits.argmax(axis=1)) < 0.5
+
+
+@pytest.mark.parametrize('size', [None, 4])
+def test_all_mass_on_one_token(size):
+    at = np.array([0, 1, 127, 128, 511, 699])
+    logits = np.full((6, 700), -np.inf, np.float32)
+    logits[np.arange(6), at] = 3.0
+    for u in (0.0, 2**-24, 0.5, 1 - 2**-24):
+        got = draw(jnp.asarray(logits), jnp.full(6, u, jnp.float32), params(6), size=size)
+        np.testing.assert_array_equal(got.token, at)
+        assert not np.any(got.logp) and not np.any(got.logp_full) and not np.any(got.fault)
+
+
+def test_uniforms_are_middles_of_equal_intervals():
+    keys = jax.random.split(jax.random.key(5), 20_000)
+    found = np.asarray(jax.jit(lib.uniforms)(keys), np.float64)
+    bits = np.asarray(jax.vmap(lambda k: jax.random.bits(k, dtype=jnp.uint32))(keys))
+    np.testing.assert_array_equal(found, ((bits >> 9) + 0.5) / 2**23)
+    # The smallest of them does not reach an improbable token at the start.
+    logits = jnp.zeros((1, 300)).at[0, :3].set(-80.0)
+    assert int(draw(logits, jnp.full(1, 2**-24, jnp.float32), params(1)).token[0]) == 3
+    assert int(draw(logits, jnp.full(1, 1 - 2**-24, jnp.float32), params(1)).token[0]) == 299
+
+
 def test_ties_go_to_the_lower_id_everywhere():
     logits = jnp.zeros((1, 6)).at[0, 1].set(-1.0)
     for settings, expected in (
@@ -100,7 +180,7 @@ def test_ties_go_to_the_lower_id_everywhere():
     assert int(greedy.token[0]) == 0 and float(greedy.logp[0]) == 0
 
 
-WIDE = np.random.default_rng(3).normal(0, 1.5, 300)
+WIDE = np.random.default_rng(3).normal(0, 1.5, 160)  # more than one block
 NARROW = np.array([2.0, 1.5, 1.5, 0.3, -0.2, -1.0, -1.0, 0.9])
 LOW = np.arange(8) < 5
 
@@ -110,7 +190,7 @@ LOW = np.arange(8) < 5
     [
         (WIDE, {}, {}, None),
         (WIDE, dict(temperature=1.7), {}, None),
-        (WIDE, {}, dict(allowed=np.arange(300) % 3 == 0), np.arange(300) % 3 == 0),
+        (WIDE, {}, dict(allowed=np.arange(160) % 3 == 0), np.arange(160) % 3 == 0),
         (NARROW, dict(top_k=3), dict(size=8), [0, 1, 2]),
         (NARROW, dict(temperature=0.7, top_p=0.9), dict(size=8), [0, 1, 2, 7]),
         (NARROW, dict(min_p=0.2), dict(size=8), [0, 1, 2, 7]),
@@ -181,6 +261,13 @@ def test_faults_name_their_row_and_leave_the_others():
             assert jax.tree.all(
                 jax.tree.map(lambda a, b, r=row: bool(np.all(a[r] == b[r])), clean, got)
             )
+    # A NaN with its sign bit set sorts last, not first, and is one all the same.
+    wide = np.zeros((2, 600), np.float32)
+    wide[1, 300] = -np.float32(np.nan)
+    assert np.signbit(wide[1, 300])
+    for options in ({}, dict(size=4)):
+        got = draw(jnp.asarray(wide), uniform[:2], params(2), **options)
+        assert got.fault.tolist() == [0, lib.NOT_FINITE]
     mask = jnp.ones((5, 9), bool).at[2].set(False)
     got = draw(jnp.asarray(logits), uniform, params(5), size=4, masks=(mask,))
     assert got.fault.tolist() == [0, 0, lib.NONE_ALLOWED, 0, 0]

@@ -71,9 +71,11 @@ class ModelConfig:
       param_dtype: of parameters.
       precision: of every matmul but the experts' (`moe.precision`); 'highest' is float32 proper
         where the hardware would round its inputs.
-      remat: 'none' keeps every activation, 'dots' keeps matmul results, 'full' keeps layer inputs.
+      remat: 'none' keeps every activation but those of norms and gating, 'dots' keeps the results
+        of matmuls with weights, 'full' keeps layer inputs.
       attention: backend by name; 'auto' is chosen by platform.
-      bos_id, pad_id, eos_ids: special tokens, kept with the checkpoint.
+      bos_id, pad_id: special tokens, kept with the checkpoint; None where it names none.
+      eos_ids: every id that ends a text, likewise; () where the checkpoint names none.
       family: `model_type` to save as; '' chooses one from the features.
     """
 

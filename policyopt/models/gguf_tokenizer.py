@@ -28,7 +28,8 @@ def make_tokenizer(get: Callable[..., Any]) -> Tokenizer | None:
     Args:
       get: (field name, default) -> value.
 
-    Raises ValueError naming a tokenizer model or a pre-tokenizer that is not known.
+    Raises ValueError naming a tokenizer model or a pre-tokenizer that is not known, or a part that
+    is missing or that the `tokenizers` package refuses.
     """
     kind = get('tokenizer.ggml.model')
     if kind is None:
@@ -36,8 +37,16 @@ def make_tokenizer(get: Callable[..., Any]) -> Tokenizer | None:
     one_of('tokenizer.ggml.model', kind, KINDS)
     import tokenizers
 
-    tokens = get('tokenizer.ggml.tokens')
-    inner = _byte_level(get, tokens) if kind == 'gpt2' else _sentencepiece(get, tokens)
+    tokens, ranks = get('tokenizer.ggml.tokens'), 'merges' if kind == 'gpt2' else 'scores'
+    for name in ('tokens', ranks):
+        if not isinstance(get(f'tokenizer.ggml.{name}'), list):
+            raise ValueError(f'tokenizer.ggml.model={kind!r} needs the array tokenizer.ggml.{name}')
+    try:
+        inner = _byte_level(get, tokens) if kind == 'gpt2' else _sentencepiece(get, tokens)
+    except ValueError:
+        raise
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f'tokenizer.ggml.tokens and {ranks}: {error}') from None
     types = get('tokenizer.ggml.token_type', [])
     for number, text in zip(types, tokens, strict=False):
         if number in (CONTROL, USER_DEFINED):

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     'qwen3_moe': 'Qwen3MoeForCausalLM',
     'mixtral': 'MixtralForCausalLM',
 }
+CLASSIFIER = 'ForSequenceClassification'  # ends the name of a trunk with `score.weight` on top
 # What a config.json may leave out, where families differ.
 DEFAULTS: dict[str, dict[str, Any]] = {
     'llama': {},
@@ -52,8 +53,11 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 def read_config(data: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config.json's contents.
 
+    A sequence classifier with one label is a trunk with a scalar reward head. It has no output
+    matrix, so here it is tied: its logits are there, and mean nothing.
+
     Raises ValueError, naming the field, for a model_type, activation, rotary scaling or attention
-    setting that this decoder does not have, and for a missing size.
+    setting that this decoder does not have, for a missing size, and for more than one label.
     """
     family = data.get('model_type')
     one_of('model_type', family, (*FAMILIES, OWN))
@@ -62,6 +66,8 @@ def read_config(data: Mapping[str, Any]) -> ModelConfig:
     get = {**DEFAULTS[str(family)], **{k: v for k, v in data.items() if v is not None}}
     _refuse(get)
     theta, scaling = _read_rope(data, str(family))
+    scored = get.get('reward_head', False)
+    classifier = not scored and _is_classifier(get)
     fields: dict[str, Any] = {
         'vocab_size': _size(get, 'vocab_size'),
         'embed_dim': _size(get, 'hidden_size'),
@@ -70,7 +76,7 @@ def read_config(data: Mapping[str, Any]) -> ModelConfig:
         'num_kv_heads': get.get('num_key_value_heads') or _size(get, 'num_attention_heads'),
         'head_dim': get.get('head_dim', 0),
         'mlp_dim': _size(get, 'intermediate_size'),
-        'tied': get.get('tie_word_embeddings', False),
+        'tied': get.get('tie_word_embeddings', False) or classifier,
         'qkv_bias': family == 'qwen2',
         'qk_norm': family in ('qwen3', 'qwen3_moe'),
         'norm_eps': get.get('rms_norm_eps', 1e-6),
@@ -78,7 +84,7 @@ def read_config(data: Mapping[str, Any]) -> ModelConfig:
         'rope_scaling': scaling,
         'max_length': get.get('max_position_embeddings', 4096),
         'value_head': get.get('value_head', False),
-        'reward_head': get.get('reward_head', False),
+        'reward_head': scored or classifier,
         'bos_id': get.get('bos_token_id'),
         'pad_id': get.get('pad_token_id'),
         'eos_ids': _ids(get.get('eos_token_id')),
@@ -87,6 +93,29 @@ def read_config(data: Mapping[str, Any]) -> ModelConfig:
     if family in ('qwen3_moe', 'mixtral'):
         fields |= _read_moe(get, str(family))
     return ModelConfig(**fields)
+
+
+def _is_classifier(get: Mapping[str, Any]) -> bool:
+    if not any(name.endswith(CLASSIFIER) for name in get.get('architectures') or ()):
+        return False
+    labels = len(get.get('id2label') or ()) or get.get('num_labels', 1)
+    if labels != 1:
+        raise ValueError(f'num_labels={labels} is not supported; legal: 1, a scalar reward')
+    return True
+
+
+def read_ends(data: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end a text by a generation_config.json's contents; () where it names none."""
+    return _ids(data.get('eos_token_id'))
+
+
+def write_generation_config(config: ModelConfig) -> dict[str, Any]:
+    """Contents of generation_config.json: the special tokens."""
+    return {
+        'bos_token_id': config.bos_id,
+        'pad_token_id': config.pad_id,
+        'eos_token_id': _write_ids(config.eos_ids),
+    }
 
 
 def _read_moe(get: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -254,13 +283,15 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         'rms_norm_eps': config.norm_eps,
         'tie_word_embeddings': config.tied,
         **_write_rope(config),
-        'bos_token_id': config.bos_id,
-        'pad_token_id': config.pad_id,
-        'eos_token_id': _write_ids(config.eos_ids),
+        **write_generation_config(config),
     }
     for name in ('value_head', 'reward_head'):
         if getattr(config, name):
             data[name] = True
+    if config.reward_head and config.tied:  # its tensors are those of a classifier
+        name = ARCHITECTURES[family].replace('ForCausalLM', CLASSIFIER)
+        labels = {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
+        data |= {'architectures': [name], **labels}
     if config.moe is not None:
         data |= {
             'num_local_experts': config.moe.experts,

@@ -6,6 +6,7 @@ Modules are merged with their arrays inside `transformer.py` and never leave thi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,12 @@ def _init(leaf: Any) -> str | float:
     return leaf.get_metadata()['init']
 
 
+# Elementwise work is done again in the backward pass: that takes no longer than to write what it
+# needs and read it back, and the trunk's memory is a quarter less.
+again = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@functools.partial(again, static_argnums=2)
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis, statistics in float32 at least."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -178,7 +185,8 @@ class SwiGLU(nnx.Module):
         """[B,T,D] -> [B,T,D]."""
         gate = dense(x, self.gate[...], self.config)
         up = dense(x, self.up[...], self.config)
-        return dense(jax.nn.silu(gate) * up, self.down[...], self.config)
+        inner = again(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)
+        return dense(inner, self.down[...], self.config)
 
 
 class SharedExpert(nnx.Module):

@@ -28,12 +28,13 @@ from policyopt.models.tensors import (
     write_safetensors,
     write_text,
 )
-from policyopt.models.tokenizer import read_tokenizer
+from policyopt.models.tokenizer import Tokenizer, read_tokenizer
 from policyopt.models.transformer import Model, Params, build
 from policyopt.sharding import param_shardings
 
 # Constants that old checkpoints store beside the weights; the config says the same.
 CONSTANTS = ('rotary_emb.inv_freq',)
+GENERATION = 'generation_config.json'
 SHARD_BYTES = 5 * 10**9
 # Fields of ModelConfig that `load` may set: how to compute, not what the tensors are.
 OVERRIDES = (
@@ -61,6 +62,10 @@ def load(
     read one at a time, and each device gets its own part: beside the result, the host holds about
     one tensor.
 
+    `model.config.eos_ids` are the ids that end a text: those of generation_config.json, or else of
+    config.json, and the tokenizer's. () and a `tokenizer.eos_id` of None say that the checkpoint
+    names none. A `*ForSequenceClassification` checkpoint of one label has config.reward_head.
+
     Args:
       source: a folder with config.json and safetensors (one file, or an index and shards), or a
         .gguf file of a Llama, Qwen2 or Qwen3 model.
@@ -86,11 +91,24 @@ def load(
         tensors = open_safetensors(source)
         listed = list(entries(config, config.family))
         tokenizer = read_tokenizer(source)
+        config = dataclasses.replace(config, eos_ids=_ends(source, config, tokenizer))
+    if isinstance(tokenizer, Tokenizer) and tokenizer.eos_id is None and config.eos_ids:
+        tokenizer = dataclasses.replace(tokenizer, eos_id=config.eos_ids[0])
     _check(tensors, listed, str(source), config.tied)
     stored = _widest(tensors[entry.name].dtype for entry in listed)
     config = _override(config, {'dtype': stored, 'param_dtype': stored, **overrides})
     model = build(config, tokenizer, rules)
     return model, _place(model, tensors, listed, mesh)
+
+
+def _ends(folder: pathlib.Path, config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a text: those to generate with, else config.json's, and the tokenizer's."""
+    file, ends = folder / GENERATION, ()
+    if file.exists():
+        ends = hf.read_ends(json.loads(file.read_text()))
+    ends = ends or config.eos_ids
+    own = None if tokenizer is None else tokenizer.eos_id
+    return tuple(dict.fromkeys(ends if own is None else (*ends, own)))
 
 
 def _check_overrides(overrides: Mapping[str, Any]) -> None:
@@ -230,7 +248,7 @@ def _sharded_insert(sharding: Any) -> Any:
 def save(
     model: Model, params: Params, folder: str | pathlib.Path, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write a Hugging Face folder: config.json, safetensors and, where there is one, tokenizer.
+    """Write a Hugging Face folder: two configs, safetensors and, where there is one, tokenizer.
 
     `load` of it gives the same params bit for bit, and the same function; what of the config
     survives is said at `hf.write_config`. Tensors are fetched and written one at a time; more than
@@ -238,9 +256,9 @@ def save(
     writes, to a folder that it can reach. A model that no Hugging Face family can express (shared
     experts, sigmoid routing) is written with model_type 'policyopt'.
 
-    Weights of an earlier model in the folder (model.safetensors, model-N-of-M.safetensors and
-    their index) are replaced or removed. config.json goes first and comes last: a folder where
-    saving was interrupted cannot be loaded.
+    What an earlier model left in the folder is replaced or removed: generation_config.json, and the
+    weights (model.safetensors, model-N-of-M.safetensors and their index). config.json goes first
+    and comes last: a folder where saving was interrupted cannot be loaded.
 
     Raises ValueError, before anything is written, naming the parameter that the model lacks, or
     whose shape or dtype is not the model's.
@@ -261,6 +279,8 @@ def save(
     write_safetensors(folder, shapes, stream, shard_bytes)
     if hasattr(model.tokenizer, 'save'):
         model.tokenizer.save(folder)
+    ids = hf.write_generation_config(config)
+    write_text(folder / GENERATION, json.dumps(ids, indent=2) + '\n')
     write_text(folder / 'config.json', json.dumps(hf.write_config(config), indent=2) + '\n')
 
 

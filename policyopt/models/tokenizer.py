@@ -17,7 +17,8 @@ class Tokenizer:
 
     Attributes:
       inner: a `tokenizers.Tokenizer`.
-      bos_id, eos_id, pad_id: special ids, None where the checkpoint names none.
+      bos_id, eos_id, pad_id: special ids, None where the checkpoint names none. The id to write at
+        the end of a text; a model may stop at others too, see `ModelConfig.eos_ids`.
       chat_template: the checkpoint's Jinja template, None where it has none.
     """
 

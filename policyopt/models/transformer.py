@@ -53,7 +53,7 @@ def _modules(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
 
     Raises ValueError for a float64 field while jax_enable_x64 is off: jax would make it float32.
     """
-    if not jax.config.jax_enable_x64:
+    if not jax.config.read('jax_enable_x64'):
         for field in ('dtype', 'param_dtype'):
             if getattr(config, field) == 'float64':
                 raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from policyopt.types import Array, Rollout
 
 SUPPORT_SIZE = 64  # K, where truncation is on and nothing says otherwise
+COLDEST, HOTTEST = 1e-6, 1e6  # temperatures above 0 that float32 logits can be divided by
 
 
 class Finish(enum.IntEnum):
@@ -61,7 +61,7 @@ class SamplingConfig:
       top_p: keeps the shortest prefix of the most probable tokens with this mass; 1 does not.
       min_p: keeps tokens with at least this share of the largest probability; 0 does not.
       support_size: K. Set alone it truncates to the K most probable.
-      eos_id: id that ends a row; None takes the tokenizer's, else those of the model's config; -1
+      eos_id: id that ends a row; None takes the tokenizer's and those of the model's config; -1
         lets every row run to its limit.
       stop_ids: further ids that end a row, kept as its last token.
       allowed_ids: the only ids that may be drawn; None allows all.
@@ -82,10 +82,17 @@ class SamplingConfig:
     force_eos: bool = False
 
     def __post_init__(self):
+        for name in ('max_new_tokens', 'top_k', 'support_size'):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int | np.integer):
+                raise ValueError(f'{name} is {value!r}; legal is a whole number')
         if self.max_new_tokens < 1:
             raise ValueError(f'max_new_tokens is {self.max_new_tokens}; legal is 1 or more')
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f'temperature is {self.temperature}; legal is 0 (greedy) or above')
+        if not (self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST):
+            raise ValueError(
+                f'temperature is {self.temperature}; legal is 0 (greedy), or {COLDEST:g} to '
+                f'{HOTTEST:g}'
+            )
         for name in ('top_k', 'support_size'):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -168,14 +175,20 @@ class PerRow:
 class EngineConfig:
     """Sizes of an engine; they decide shapes and speed, and no token.
 
+    At their defaults each row comes out the same to the bit in whatever order rows are submitted.
+    With `min_slots`, or `prefill_rows` above 1, shapes depend on the other rows, and log-probs
+    agree to rounding.
+
     Attributes:
       slots: rows that decode together.
       size: longest row, prompt and all turns. Rows that reach it end with finish LENGTH. None takes
         longest prompt + max_new_tokens, where prompts are known (`sample_continuous`).
       steps: tokens per slot between two looks of the host. A call ends early when a slot is free
         and a prompt waits.
-      prefill_rows: prompts in one prefill where so many wait and have a slot, else one alone. Above
-        1 it is faster, and a row's last bits may depend on who waited with it.
+      refill: free slots that prompts wait for while other rows decode, so that one call fills them.
+      min_slots: where few rows decode, as at the end of a queue, the batch shrinks to a quarter, a
+        sixteenth, ..., of the slots, to this many at least. None: it does not.
+      prefill_rows: prompts in one prefill where so many wait and have a slot, else one alone.
       prefill_width: shortest prefill; wider ones are this times a power of two.
       bucket: shortest stretch of the cache that attention reads; longer ones are this times a power
         of two.
@@ -187,6 +200,8 @@ class EngineConfig:
     slots: int = 8
     size: int | None = None
     steps: int = 16
+    refill: int = 1
+    min_slots: int | None = None
     prefill_rows: int = 1
     prefill_width: int = 16
     bucket: int = 128
@@ -199,16 +214,19 @@ class EngineConfig:
             value = getattr(self, field.name)
             if field.name != 'time_limit' and value is not None and value < 1:
                 raise ValueError(f'{field.name} is {value}; legal is 1 or more')
+        for name in ('refill', 'min_slots'):
+            value = getattr(self, name)
+            if value is not None and value > self.slots:
+                raise ValueError(f'{name} is {value}; legal is up to slots, {self.slots}')
 
 
 def eos_ids(model: Any, config: SamplingConfig) -> tuple[int, ...]:
-    """Ids that end a row: the config's, else the tokenizer's, else those of the model's config."""
+    """Ids that end a row: the config's, else the tokenizer's and those of the model's config."""
     if config.eos_id is not None:
         return () if config.eos_id == -1 else (config.eos_id,)
     found = getattr(getattr(model, 'tokenizer', None), 'eos_id', None)
-    if found is not None:
-        return (int(found),)
-    return tuple(getattr(model.config, 'eos_ids', ()))
+    first = () if found is None else (int(found),)
+    return tuple(dict.fromkeys((*first, *getattr(model.config, 'eos_ids', ()))))
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
@@ -239,6 +257,16 @@ def check_config(model: Any, config: SamplingConfig) -> None:
         raise ValueError('force_eos is on, but there is no end of sequence: set eos_id')
     if config.force_eos and allowed is not None and not allowed[ends[0]]:
         raise ValueError(f'force_eos is on, but end of sequence, {ends[0]}, may not be drawn')
+
+
+def check_greedy(config: SamplingConfig, per_row: PerRow) -> None:
+    """Raise ValueError for values of single rows that a greedy config leaves without effect."""
+    for name in ('temperature', 'top_k', 'top_p', 'min_p'):
+        if config.temperature == 0 and getattr(per_row, name) is not None:
+            raise ValueError(
+                f"{name} of single rows has no effect at the config's temperature 0, which keeps "
+                'the most probable token alone. Set the config above 0, and 0 in the greedy rows'
+            )
 
 
 def allowed_mask(config: SamplingConfig, vocab_size: int) -> Any:

@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyopt.sampling.config import EngineConfig, Finish, PerRow, RowErrors, SamplingConfig
+from policyopt.sampling.config import (
+    EngineConfig,
+    Finish,
+    PerRow,
+    RowErrors,
+    SamplingConfig,
+    prompt_error,
+)
 from policyopt.sampling.decode import OnError
 from policyopt.sampling.engine import Engine
 from policyopt.sampling.environments import Environment
@@ -47,10 +54,16 @@ def sample_continuous(
     Raises as `sample`.
     """
     engine = EngineConfig() if engine is None else engine
+    errors: dict[int, str] = {}
     if isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2:
         tokens, length = jax.device_get(prompts)
         width = tokens.shape[1]
-        prompts = [row[:n].tolist() for row, n in zip(tokens, length, strict=True)]
+        found = {b: prompt_error(range(max(n, 0)), width) for b, n in enumerate(length.tolist())}
+        errors = {b: error for b, error in found.items() if error is not None}
+        prompts = [
+            [] if b in errors else row[:n].tolist()
+            for b, (row, n) in enumerate(zip(tokens, length.tolist(), strict=True))
+        ]
     else:
         width = max([1, *map(len, prompts or ())])
     if engine.size is None:
@@ -64,9 +77,11 @@ def sample_continuous(
         rows |= {row.id: row for row in slots.step(params, version)}
     ordered = [rows[i] for i in ids]
     rollout = to_rollout(ordered, engine.size)  # type: ignore[arg-type]
-    errors = {i: row.error or '' for i, row in enumerate(ordered) if row.finish == Finish.ERROR}
+    for i, row in enumerate(ordered):
+        if row.finish == Finish.ERROR:
+            errors.setdefault(i, row.error or '')
     if errors and on_error == 'raise':
-        raise RowErrors(errors, rollout)
+        raise RowErrors(dict(sorted(errors.items())), rollout)
     return rollout
 
 

@@ -8,6 +8,8 @@ those of `sampling.sample` for the same key, whatever the slots, their order or 
 from __future__ import annotations
 
 import collections
+import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ from policyopt.sampling.config import (
 from policyopt.sampling.environments import Environment, Pool, Reply
 from policyopt.sampling.rows import Row
 from policyopt.sampling.rules import Constraint, fault_text, make_rules
-from policyopt.sampling.table import ADMITTED, Event, Stats, Table
+from policyopt.sampling.table import Event, Stats, Table
 from policyopt.types import Array
 
 
@@ -117,7 +119,20 @@ class Engine:
         """Put back what `abort` returned; the rows go on where they stood, with their own ids.
 
         Recorded experts are replayed for what a row holds, so that its cache is the one it had.
+
+        Raises ValueError, and takes no row, where one has no room here or an id of a row here.
         """
+        rows = list(rows)
+        here = [*self._table.rows, *self._waiting, *self._ended]
+        taken = self._starting | {row.id for row in here if row is not None}
+        for row in rows:
+            if row.id in taken:
+                raise ValueError(f'row {row.id}: this engine has a row of that id')
+            if row.length >= self._size:
+                raise ValueError(
+                    f'row {row.id}: it has {row.length} tokens; legal is 1 to {self._size - 1}'
+                )
+            taken.add(row.id)
         for row in rows:
             rules = jax.tree.map(lambda x: x[None], row.rules)
             self._table.prepare(row.static, rules, row.impl, row.key.shape)
@@ -137,9 +152,12 @@ class Engine:
         self._admit(params, version)
         if self._table.active().any():
             rows = self._table.rows
-            # Where somebody may want a slot or has the turn to take, look after every end.
-            hurry = self._waiting or any(r is not None and r.environment for r in rows)
-            self._settle(self._table.decode(params, version, 1 if hurry else len(rows)))
+            patience = len(rows)
+            if self._waiting or self._starting:
+                patience = max(1, self._engine.refill - len(self._table.free()))
+            if any(r is not None and r.environment for r in rows):
+                patience = 1  # it has the turn at once
+            self._settle(self._table.decode(params, version, patience))
         elif len(self._pool) and not self._ended:
             self._answers(wait=True)
         ended, self._ended = self._ended, []
@@ -179,18 +197,30 @@ class Engine:
 
     def _admit(self, params: Any, version: int) -> None:
         """Fill free slots from the queue; a row that ends with its first token frees its own."""
-        while self._waiting and (free := len(self._table.free())):
-            key = self._waiting[0].prefix_key()
-            if key not in self._prefixes:
+        while free := self._open():
+            if self._waiting[0].prefix_key() not in self._prefixes:
                 self._prefill(params, free)
+            prefix = self._prefixes[self._waiting[0].prefix_key()][0]
             rows: list[Row] = []
-            while self._waiting and len(rows) < min(free, ADMITTED):
-                if self._waiting[0].prefix_key() != key:
+            source: list[int] = []
+            keys: list[tuple] = []
+            while self._waiting and len(rows) < min(free, self._table.admitted):
+                key = self._waiting[0].prefix_key()
+                if self._prefixes.get(key, (None,))[0] is not prefix:
                     break
                 rows.append(self._waiting.popleft())
-            self._settle(self._table.admit(rows, *self._prefixes[key], version))
-            if not any(row.prefix_key() == key for row in self._waiting):
+                source.append(self._prefixes[key][1])
+                keys.append(key)
+            self._settle(self._table.admit(rows, prefix, source, version))
+            wanted = {row.prefix_key() for row in self._waiting} if self._waiting else ()
+            for key in set(keys).difference(wanted):
                 del self._prefixes[key]
+
+    def _open(self) -> int:
+        """Free slots that waiting rows may have now: `refill` at least, while others decode."""
+        free = len(self._table.free())
+        wanted = min(self._engine.refill, len(self._waiting))
+        return free if wanted and (free >= wanted or not self._table.active().any()) else 0
 
     def _prefill(self, params: Any, free: int) -> None:
         """Run the prompt at the head of the queue, with others of its bucket that have a slot."""
@@ -232,10 +262,7 @@ class Engine:
         self.stats.failures, self.stats.timeouts = self._pool.failures, self._pool.timeouts
 
     def _answer(self, slot: int, row: Row, value: Any, error: str | None) -> None:
-        if error is None and not isinstance(value, Reply):
-            error = f'environment returned {type(value).__name__}; legal is a Reply'
-        if error is None and not value.done:
-            error = _ids_error(value.tokens, self._model.config.vocab_size)
+        error = error or _reply_error(value, self._model.config.vocab_size)
         if error is not None:
             self._end(slot, Finish.ERROR, error)
             return
@@ -259,6 +286,22 @@ class Engine:
             self._settle(self._table.feed(params, version, tokens))
 
 
+def _reply_error(value: Any, vocab_size: int) -> str | None:
+    """What is wrong with what an environment answered, None if nothing."""
+    if not isinstance(value, Reply):
+        return f'environment returned {type(value).__name__}; legal is a Reply'
+    if not isinstance(value.done, bool | np.bool_):
+        return f'environment gave done {reprlib.repr(value.done)}; legal is True or False'
+    reward = value.reward
+    try:
+        number = isinstance(reward, int | float | np.number) and not math.isinf(float(reward))
+    except OverflowError:
+        number = False
+    if not number:
+        return f'environment gave reward {reprlib.repr(reward)}; legal is a number, NaN for none'
+    return None if value.done else _ids_error(value.tokens, vocab_size)
+
+
 def _ids_error(value: Any, vocab_size: int) -> str | None:
     """What is wrong with token ids that an environment gave, None if nothing."""
     try:
@@ -266,7 +309,7 @@ def _ids_error(value: Any, vocab_size: int) -> str | None:
     except ValueError:
         ids = np.zeros((0, 0))
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        return f'environment gave {value!r}; legal are token ids'
+        return f'environment gave {reprlib.repr(value)}; legal are token ids'
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         return f'environment gave a token outside 0 to {vocab_size - 1}'
     return None

@@ -14,7 +14,8 @@ Masks over the vocabulary commute with the temperature.
 
 Ties: among equal logits the lower id is the more probable one, in every mask. A nucleus is the
 shortest prefix of that order whose mass reaches `p`, so of tied tokens at its edge only the lower
-ids stay. min-p keeps tokens that are exactly at its threshold.
+ids stay. min-p keeps tokens that are exactly at its threshold. Both compare in float32, so a token
+within about 1e-7 of an edge may fall on either side; the recorded support says on which.
 
 Nothing here sorts a vocabulary, and one uniform number a row decides the draw.
 """
@@ -70,8 +71,8 @@ class Draw(NamedTuple):
     Attributes:
       token: [B] int32.
       logp: [B] float32, log-prob under the distribution drawn from.
-      logp_full: [B] float32, log-prob at the same temperature without truncation and without the
-        masks of single rows; exp(logp_full - logp) is the kept mass.
+      logp_full: [B] float32, log-prob at the same temperature (1 where it is 0) without truncation
+        and without the masks of single rows; exp(logp_full - logp) is the kept mass.
       support: [B,K] int32 kept ids, the most probable first, -1 pads; None where not truncated.
       fault: [B] int32, 0, or NOT_FINITE or NONE_ALLOWED, and then the other fields of the row mean
         nothing.
@@ -132,7 +133,9 @@ def keep_top_p(kept: Kept, p: Array) -> Kept:
     """The shortest prefix whose share of the kept mass reaches p [B]; p >= 1 keeps all."""
     share = jnp.exp(kept.logits - kept.logits[:, :1])
     share = share / jnp.sum(share, axis=1, keepdims=True)
-    before = jnp.pad(jnp.cumsum(share, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    # Parallel prefix sums are not monotone to the last bit, and what is dropped is a suffix.
+    before = jax.lax.cummax(jnp.cumsum(share, axis=1), axis=1)[:, :-1]
+    before = jnp.pad(before, ((0, 0), (1, 0)))
     return _keep(kept, (before < p[:, None]) | (p >= 1)[:, None])
 
 
@@ -162,8 +165,8 @@ def draw(
 
     Args:
       logits: [B,V], of any float type.
-      uniform: [B] float32 in [0, 1), one per row. It has 2^23 values, so a token less probable
-        than about 1e-7 is drawn more coarsely than its probability says.
+      uniform: [B] float32 in (0, 1), one per row, see `uniforms`. It has 2^23 values, so a token
+        less probable than about 1e-7 is drawn more coarsely than its probability says.
       params: see Params. Without `size` only the temperature is read.
       size: static; the K most probable tokens are kept and recorded. None draws from all.
       allowed: [V] bool, the tokens of the run; part of the full distribution.
@@ -213,6 +216,14 @@ def draw(
     fault = _fault(top, total)
     none = (fault == 0) & (kept.logits[:, 0] == -jnp.inf)
     return Draw(token, logp, logp_full, kept.ids, jnp.where(none, NONE_ALLOWED, fault))
+
+
+def uniforms(keys: Array) -> Array:
+    """One number in (0, 1) for each key: (k + 1/2) / 2^23 with k uniform over 0 .. 2^23 - 1.
+
+    Never 0, to which the first token answers however improbable it is, and never 1.
+    """
+    return jax.vmap(jax.random.uniform)(keys) + jnp.float32(2**-24)
 
 
 def inverse_cdf(weight: Array, uniform: Array) -> Array:

@@ -84,7 +84,7 @@ class Row:
         return int(np.sum(np.all(routing >= 0, axis=(1, 2))))
 
     def prefix_key(self) -> tuple:
-        """Rows with equal keys have the same tokens and may share a prefill."""
+        """Rows outside slots with equal keys have the same tokens and may share a prefill."""
         own = self.id if self.drawn else None  # a resumed row replays its own routing
         return own, self.tokens.tobytes()
 
@@ -164,22 +164,28 @@ class Buffers:
         self.tokens[slot, place : place + len(tokens)] = tokens
         self.segment[slot, place : place + len(tokens)] = segment
 
-    def write(self, records: Any, length: np.ndarray, version: int, segment: np.ndarray) -> None:
-        """What decode steps recorded, after rows of this `length` [N]."""
-        step, slot = np.nonzero(records.drew)
+    def write(
+        self, records: Any, slots: np.ndarray, rows: Sequence[Row | None], version: int
+    ) -> None:
+        """What decode steps recorded: column i belongs to slots[i], whose row is rows[slots[i]]."""
+        length = np.array([0 if row is None else row.length for row in rows])
+        segment = np.array([0 if row is None else row.segment for row in rows], np.int32)
+        step, i = np.nonzero(records.drew)
+        slot = slots[i]
         at = (slot, length[slot] + step)
-        self.tokens[at] = records.token[step, slot]
+        self.tokens[at] = records.token[step, i]
         self.mask[at] = 1
-        self.logp_behavior[at] = records.logp[step, slot]
-        self.logp_full[at] = records.logp_full[step, slot]
+        self.logp_behavior[at] = records.logp[step, i]
+        self.logp_full[at] = records.logp_full[step, i]
         self.version[at] = version
         self.segment[at] = segment[slot]
         if self.support is not None:
-            self.support[at] = records.support[step, slot]
+            self.support[at] = records.support[step, i]
         if self.routing is not None:
-            step, slot = np.nonzero(records.fed)
+            step, i = np.nonzero(records.fed)
+            slot = slots[i]
             # The token fed is the one before the token drawn.
-            self.routing[slot, length[slot] + step - 1] = records.routing[step, slot]
+            self.routing[slot, length[slot] + step - 1] = records.routing[step, i]
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:

@@ -11,11 +11,14 @@ import numpy as np
 
 from policyopt.sampling import logits as logits_lib
 from policyopt.sampling.config import (
+    COLDEST,
+    HOTTEST,
     Finish,
     PerRow,
     SamplingConfig,
     allowed_mask,
     check_config,
+    check_greedy,
     eos_ids,
 )
 from policyopt.types import Array, struct
@@ -126,6 +129,9 @@ def make_rules(
     """
     check_config(model, config)
     per_row = PerRow() if per_row is None else per_row
+    if rows < 1:
+        raise ValueError('there are no prompts; legal is 1 row or more')
+    check_greedy(config, per_row)
     vocab_size = model.config.vocab_size
     size = config.size(vocab_size, per_row.truncated or constraint is not None)
 
@@ -140,9 +146,11 @@ def make_rules(
             raise ValueError(f'row {row}: {name} is {value[row]}; legal is {low:g} to {high:g}')
         return value.astype(dtype)
 
-    tiny, huge = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    tiny = float(np.finfo(np.float32).tiny)
+    temperature = array('temperature', config.temperature, np.float32, 0, HOTTEST)
+    _check_temperature(temperature)
     params = logits_lib.Params(
-        temperature=array('temperature', config.temperature, np.float32, 0, huge),
+        temperature=temperature,
         top_k=array('top_k', config.top_k or 0, np.int32, 0, size or vocab_size),
         top_p=array('top_p', config.top_p, np.float32, tiny, 1),
         min_p=array('min_p', config.min_p, np.float32, 0, 1),
@@ -163,6 +171,16 @@ def make_rules(
         allowed=allowed,
         forced=forced,
     )
+
+
+def _check_temperature(values: np.ndarray) -> None:
+    bad = (values > 0) & (values < np.float32(COLDEST))
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise ValueError(
+            f'row {row}: temperature is {values[row]:g}; legal is 0 (greedy), or {COLDEST:g} to '
+            f'{HOTTEST:g}'
+        )
 
 
 def _stop_ids(config: SamplingConfig, per_row: PerRow, rows: int, vocab_size: int) -> Any:
@@ -207,7 +225,7 @@ def next_token(
     """
     rows = rules.rows
     last = drawn + 1 >= rows.limit
-    uniform = jax.vmap(lambda k, n: jax.random.uniform(jax.random.fold_in(k, n)))(keys, drawn)
+    uniform = logits_lib.uniforms(jax.vmap(jax.random.fold_in)(keys, drawn))
     masks = () if rows.allowed is None else (rows.allowed,)
     if static.constraint is not None:
         masks += (static.constraint.allowed(state),)

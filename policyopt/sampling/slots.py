@@ -4,7 +4,8 @@ Each is a pure function of parameters, cache and small per-slot arrays; paramete
 so new weights take effect with the next call and nothing is compiled. Compiled once for each prompt
 bucket (prefill, admit) or attention bucket (decode, feed).
 
-Shapes: N slots, S cache size, R prompts of a prefill of width P, M rows admitted at once.
+Shapes: N slots, S cache size, R prompts of a prefill of width P, M rows admitted at once or slots
+that decode together.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from policyopt.types import Array, struct
 
 @struct
 class Live:
-    """Slots between two calls; kept on the host as numpy arrays.
+    """Rows between two calls; made on the host of numpy arrays.
 
     Attributes:
-      active: [N] bool, slots that decode.
-      fed: [N] int32, the token drawn last, not yet in the cache.
-      drawn: [N] int32, tokens drawn so far.
-      keys: [N,...] uint32, key data of each row.
+      active: [M] bool, rows that decode.
+      fed: [M] int32, the token drawn last, not yet in the cache.
+      drawn: [M] int32, tokens drawn so far.
+      keys: [M,...] uint32, key data of each row.
     """
 
     active: Array
@@ -61,12 +62,12 @@ class Records(NamedTuple):
 
     Attributes:
       steps: scalar int32, steps really taken.
-      fed: [n,N] bool, a token of this slot went through the model.
-      drew: [n,N] bool, a token was drawn.
-      token, logp, logp_full: [n,N].
-      support: [n,N,K], None where not truncated.
-      routing: [n,N,L_moe,k] of the token fed, None for dense models.
-      finish, fault: [N] int32, how each active slot stands at the end.
+      fed: [n,M] bool, a token of this slot went through the model.
+      drew: [n,M] bool, a token was drawn.
+      token, logp, logp_full: [n,M].
+      support: [n,M,K], None where not truncated.
+      routing: [n,M,L_moe,k] of the token fed, None for dense models.
+      finish, fault: [M] int32, how each active slot stands at the end.
     """
 
     steps: Array
@@ -155,6 +156,7 @@ def decode(
     constraint: Any,
     live: Live,
     rules: Rules,
+    slots: Array | None,
     patience: Array,
     *,
     static: Static,
@@ -165,32 +167,18 @@ def decode(
     """Up to `steps` tokens for every active slot.
 
     Ends early when no slot is active, or when `patience` slots have ended: then a waiting prompt
-    can have their place. Arguments as `admit`; `bucket` as in `model.extend`.
+    can have their place.
+
+    Args:
+      cache, constraint: of all N slots; the cache is donated.
+      live, rules: of the M slots that decode.
+      slots: [M] int32, which these are; N for rows that only fill up the shape. None: all N, in
+        order, and nothing is copied.
+      bucket: as in `model.extend`.
     """
-    slots = live.active.shape[0]
+    whole = cache, constraint
+    cache, constraint = _take(cache, constraint, slots, bucket)
     keys = jax.random.wrap_key_data(live.keys, impl=impl)
-    shapes = jax.eval_shape(
-        lambda p, c, t: model.extend(p, c, t, jnp.zeros_like(c.length), bucket=bucket)[0].routing,
-        params,
-        cache,
-        jnp.zeros((slots, 1), jnp.int32),
-    )
-
-    def empty(*shape: int, dtype: Any = jnp.float32, fill: int = 0) -> Array:
-        return jnp.full((steps, slots, *shape), fill, dtype)
-
-    records = Records(
-        steps=jnp.zeros((), jnp.int32),
-        fed=empty(dtype=bool),
-        drew=empty(dtype=bool),
-        token=empty(dtype=jnp.int32),
-        logp=empty(),
-        logp_full=empty(),
-        support=None if static.size is None else empty(static.size, dtype=jnp.int32, fill=-1),
-        routing=None if shapes is None else empty(*shapes.shape[2:], dtype=shapes.dtype, fill=-1),
-        finish=jnp.where(live.active, Finish.RUNNING, -1).astype(jnp.int32),
-        fault=jnp.zeros(slots, jnp.int32),
-    )
 
     def going(carry: Any) -> Array:
         _, _, live, records = carry
@@ -199,7 +187,7 @@ def decode(
 
     def body(carry: Any) -> Any:
         cache, constraint, live, records = carry
-        active, at = live.active, records.steps
+        active = live.active
         hidden, cache = model.extend(
             params, cache, live.fed[:, None], active.astype(jnp.int32), bucket=bucket
         )
@@ -207,19 +195,7 @@ def decode(
         new = next_token(static, rules, keys, live.drawn, constraint, logits)
         drew = active & (new.finish != Finish.ERROR)
         constraint = _advance(static, constraint, new, drew)
-        written = dict(fed=active, drew=drew, token=new.draw.token, logp=new.draw.logp) | dict(
-            logp_full=new.draw.logp_full
-        )
-        if records.support is not None:
-            written['support'] = new.draw.support
-        if records.routing is not None:
-            written['routing'] = hidden.routing[:, 0]
-        records = records._replace(
-            steps=at + 1,
-            finish=jnp.where(active, new.finish, records.finish),
-            fault=jnp.where(active, new.draw.fault, records.fault),
-            **{name: getattr(records, name).at[at].set(x) for name, x in written.items()},
-        )
+        records = _record(records, new, active, drew, hidden.routing)
         live = Live(
             active=active & (new.finish == Finish.RUNNING),
             fed=jnp.where(drew, new.draw.token, live.fed),
@@ -228,9 +204,88 @@ def decode(
         )
         return cache, constraint, live, records
 
+    records = _no_records(model, params, cache, live.active, static, steps, bucket)
     carry = (cache, constraint, jax.tree.map(jnp.asarray, live), records)
     cache, constraint, _, records = jax.lax.while_loop(going, body, carry)
-    return cache, constraint, records
+    return *_put(*whole, cache, constraint, slots), records
+
+
+def _take(cache: Any, constraint: Any, slots: Array | None, bucket: int) -> tuple[Any, Any]:
+    """Cache, as far as `bucket`, and state of these slots alone."""
+    if slots is None:
+        return cache, constraint
+    take = functools.partial(jnp.take, indices=slots, mode='clip')
+    small = dataclasses.replace(
+        cache,
+        k=take(cache.k[:, :, :bucket], axis=1),
+        v=take(cache.v[:, :, :bucket], axis=1),
+        length=take(cache.length, axis=0),
+    )
+    return small, jax.tree.map(functools.partial(take, axis=0), constraint)
+
+
+def _put(cache: Any, constraint: Any, small: Any, state: Any, slots: Array | None):
+    """The inverse of `_take`: cache and state of all slots."""
+    if slots is None:
+        return small, state
+    width = small.k.shape[2]
+    cache = dataclasses.replace(
+        cache,
+        k=cache.k.at[:, slots, :width].set(small.k, mode='drop'),
+        v=cache.v.at[:, slots, :width].set(small.v, mode='drop'),
+        length=cache.length.at[slots].set(small.length, mode='drop'),
+    )
+    put = lambda old, x: old.at[slots].set(x, mode='drop')  # noqa: E731
+    return cache, jax.tree.map(put, constraint, state)
+
+
+def _no_records(model, params, cache, active, static, steps, bucket) -> Records:
+    """Room for what `steps` steps do."""
+    rows = active.shape[0]
+    shapes = jax.eval_shape(
+        lambda p, c, t: model.extend(p, c, t, jnp.zeros_like(c.length), bucket=bucket)[0].routing,
+        params,
+        cache,
+        jnp.zeros((rows, 1), jnp.int32),
+    )
+
+    def empty(*shape: int, dtype: Any = jnp.float32, fill: int = 0) -> Array:
+        return jnp.full((steps, rows, *shape), fill, dtype)
+
+    return Records(
+        steps=jnp.zeros((), jnp.int32),
+        fed=empty(dtype=bool),
+        drew=empty(dtype=bool),
+        token=empty(dtype=jnp.int32),
+        logp=empty(),
+        logp_full=empty(),
+        support=None if static.size is None else empty(static.size, dtype=jnp.int32, fill=-1),
+        routing=None if shapes is None else empty(*shapes.shape[2:], dtype=shapes.dtype, fill=-1),
+        finish=jnp.where(active, Finish.RUNNING, -1).astype(jnp.int32),
+        fault=jnp.zeros(rows, jnp.int32),
+    )
+
+
+def _record(records: Records, new: Next, active: Array, drew: Array, routing: Any) -> Records:
+    """One step more."""
+    written: dict[str, Any] = dict(
+        fed=active,
+        drew=drew,
+        token=new.draw.token,
+        logp=new.draw.logp,
+        logp_full=new.draw.logp_full,
+    )
+    if records.support is not None:
+        written['support'] = new.draw.support
+    if records.routing is not None:
+        written['routing'] = routing[:, 0]
+    at = records.steps
+    return records._replace(
+        steps=at + 1,
+        finish=jnp.where(active, new.finish, records.finish),
+        fault=jnp.where(active, new.draw.fault, records.fault),
+        **{name: getattr(records, name).at[at].set(x) for name, x in written.items()},
+    )
 
 
 @functools.partial(

@@ -15,7 +15,8 @@ from policyopt.sampling.config import EngineConfig, Finish, SamplingConfig
 from policyopt.sampling.rows import Buffers, Row, check_alike, empty_rules, stack_rows
 from policyopt.sampling.rules import Constraint, make_rules
 
-ADMITTED = 4  # rows with one prompt that are put into slots by one call
+ADMITTED = 8  # rows of one prefill that are put into slots by one call, at most
+SHRINK = 4  # where few slots decode, only 1 / SHRINK of them take part, or 1 / SHRINK^2, ...
 
 
 class Event(NamedTuple):
@@ -63,6 +64,7 @@ class Table:
     Attributes:
       rows: [N], the row in each slot, None where it is free.
       stats: see Stats.
+      admitted: rows that one `admit` takes at most.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Table:
         self.stats = Stats()
         self._model, self._engine = model, engine
         self._size, self._count, self._constraint = size, engine.slots, constraint
+        self.admitted = min(ADMITTED, max(4, engine.refill), engine.slots)
         self._static, self._rules = make_rules(model, config, 1, None, constraint)
         self._slot_rules: Any = None  # until the first rows say which fields they set
         self._impl, self._key_shape = None, ()
@@ -141,16 +144,16 @@ class Table:
         return _ladder(length, self._engine.prefill_width, self._size)
 
     def admit(
-        self, rows: Sequence[Row], prefix: slots_lib.Prefix, source: int, version: int
+        self, rows: Sequence[Row], prefix: slots_lib.Prefix, source: Sequence[int], version: int
     ) -> list[Event]:
-        """Put at most ADMITTED rows with the prompt `source` of the prefix into free slots.
+        """Put at most `admitted` rows, whose prompts are those at `source`, into free slots.
 
-        Each draws its first token. The shape of the call is always that of ADMITTED rows.
+        Each draws its first token. The shape of the call is always that of `admitted` rows.
         """
         slots = self.free()[: len(rows)]
-        for slot, row in zip(slots, rows, strict=True):
-            self._place(slot, row, prefix, source)
-        spare = ADMITTED - len(rows)
+        for slot, row, at in zip(slots, rows, source, strict=True):
+            self._place(slot, row, prefix, at)
+        spare = self.admitted - len(rows)
         filled = [*rows, *[rows[0]] * spare]
         fresh = None
         if self._constraint is not None:
@@ -160,10 +163,10 @@ class Table:
             self._cache,
             self._state,
             prefix,
-            np.full(ADMITTED, source, np.int32),
+            np.array([*source, *[source[0]] * spare], np.int32),
             np.array(slots + [self._count] * spare, np.int32),
             fresh,
-            self._live(filled, np.ones(ADMITTED, bool)),
+            self._live(filled, np.ones(self.admitted, bool)),
             dataclasses.replace(self._rules, rows=stack_rows([self._limited(r) for r in filled])),
             static=self._static,
             impl=self._impl,
@@ -172,37 +175,46 @@ class Table:
         return _stopped(self._drew(slot, new, i, version) for i, slot in enumerate(slots))
 
     def decode(self, params: Any, version: int, patience: int) -> list[Event]:
-        """Up to `steps` tokens for every active slot, until `patience` rows have stopped."""
-        active = self.active()
-        length = np.array([0 if row is None else row.length for row in self.rows])
-        segment = np.array([0 if row is None else row.segment for row in self.rows], np.int32)
+        """Up to `steps` tokens for every active slot, until `patience` rows have stopped.
+
+        Until fewer have, where the others then fit a smaller batch.
+        """
+        active = np.flatnonzero(self.active())
+        width, fewer = self._widths(len(active))
+        slots = None  # all of them
+        if width < self._count:
+            slots = np.full(width, self._count, np.int32)
+            slots[: len(active)] = active
+        longest = max(self.row(slot).length for slot in active.tolist())
         self._cache, self._state, records = slots_lib.decode(
             self._model,
             params,
             self._cache,
             self._state,
-            self._live(self.rows, active),
-            self._all_rules(),
-            np.int32(patience),
+            *self._rows_of(slots),
+            slots,
+            np.int32(min(patience, len(active) - fewer)),
             static=self._static,
             impl=self._impl,
             steps=self._engine.steps,
-            bucket=self._bucket(int(length[active].max()) + self._engine.steps),
+            bucket=self._bucket(longest + self._engine.steps),
         )
         records = jax.device_get(records)
-        self._buffers.write(records, length, version, segment)
+        columns = np.arange(self._count) if slots is None else slots
+        self._buffers.write(records, columns, self.rows, version)
         drew = records.drew.sum(axis=0)
-        self.stats.decode_slots += int(records.steps) * self._count
+        self.stats.decode_slots += int(records.steps) * width
         self.stats.decode_tokens += int(drew.sum())
-        for slot in np.flatnonzero(active).tolist():
+        events = []
+        for at, slot in enumerate(columns.tolist()):
+            if slot not in active:
+                continue
             row = self.row(slot)
-            row.length += int(drew[slot])
-            row.drawn += int(drew[slot])
+            row.length += int(drew[at])
+            row.drawn += int(drew[at])
             row.last = int(self._buffers.tokens[slot, row.length - 1])
-        return _stopped(
-            Event(int(slot), int(records.finish[slot]), int(records.fault[slot]))
-            for slot in np.flatnonzero(active)
-        )
+            events.append(Event(slot, int(records.finish[at]), int(records.fault[at])))
+        return _stopped(events)
 
     def turn(self, slot: int) -> list[int]:
         """Tokens of the turn that a row is in."""
@@ -306,6 +318,30 @@ class Table:
         """The row's rules, its limit cut to the room it has."""
         room = row.drawn + self._size - row.length
         return row.rules.replace(limit=np.minimum(row.rules.limit, np.int32(room)))
+
+    def _widths(self, active: int) -> tuple[int, int]:
+        """Slots that decode together where so many are active, and the next smaller number, or 0.
+
+        Without `min_slots` always all of them, so that a row's company changes none of its bits.
+        """
+        least = self._engine.min_slots
+        width, fewer = self._count, 0
+        while least is not None and width > least:
+            fewer = max(-(-width // SHRINK), least)
+            if active > fewer:
+                return width, fewer
+            width, fewer = fewer, 0
+        return width, fewer
+
+    def _rows_of(self, slots: np.ndarray | None) -> tuple[slots_lib.Live, Any]:
+        """Live and rules of these slots, of all where None; N stands for no slot."""
+        live, rules = self._live(self.rows, self.active()), self._all_rules()
+        if slots is None:
+            return live, rules
+        at = np.minimum(slots, self._count - 1)
+        live, rows = jax.tree.map(lambda x: x[at], (live, rules.rows))
+        live = live.replace(active=live.active & (slots < self._count))
+        return live, dataclasses.replace(rules, rows=rows)
 
     def _all_rules(self) -> Any:
         for slot, row in enumerate(self.rows):
