@@ -6,6 +6,8 @@ parts work together. Sizes here that change memory and speed alone are choices, 
 
 from __future__ import annotations
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from policyopt import settings
@@ -14,8 +16,8 @@ TOY_ROWS, TOY_TOKENS = 32, 4  # of a step; of an answer, which has two digits an
 TOY_PROMPT = 6  # as `10+10=`
 
 
-def begin(argument: str | None) -> tuple[ConfigDict, bool]:
-    """Read a recipe's argument: a config with model and problems, and whether a toy is wanted.
+def begin(argument: str | None) -> tuple[Any, bool]:
+    """Read a recipe's argument: a ConfigDict with model and problems, and whether it is for a toy.
 
     Args:
       argument: behind the colon of --config: `model=PATH,data=FILE.jsonl`, a Hugging Face folder or
@@ -34,7 +36,7 @@ def begin(argument: str | None) -> tuple[ConfigDict, bool]:
             'data=FILE.jsonl (a Hugging Face folder or GGUF file, and lines of {"prompt": ..., '
             '"answer": ...}), or --config=FILE.py:tiny=true for a toy'
         )
-    c = ConfigDict()
+    c: Any = ConfigDict()
     c.seed = 0
     c.model = dict(path=model, remat='full')
     c.task = dict(file=file, prompt_width=1024, held_out=64, on_bad_row='skip')
@@ -43,7 +45,7 @@ def begin(argument: str | None) -> tuple[ConfigDict, bool]:
     return c, tiny
 
 
-def long_answers(config: ConfigDict) -> None:
+def long_answers(config: Any) -> None:
     """Set, in place, how answers of thousands of tokens are drawn and learnt from.
 
     The slot engine spends no step on ended rows, and microbatches by length none on padding. They
@@ -56,7 +58,7 @@ def long_answers(config: ConfigDict) -> None:
     c.length_buckets = dict(token_budget=width, widths=(width // 4, width // 2, width))
 
 
-def toy(config: ConfigDict, experts: int = 0) -> None:
+def toy(config: Any, experts: int = 0) -> None:
     """Turn any recipe, in place, into two steps on sums up to 20 with a toy of a model.
 
     Algorithm, epochs, replay, rewards, critic, reference, kind of sampler and of microbatches stay;
@@ -97,7 +99,7 @@ def toy(config: ConfigDict, experts: int = 0) -> None:
             c.critic.pretrain = dict(max_steps=2)
 
 
-def _toy_task(c: ConfigDict) -> None:
+def _toy_task(c: Any) -> None:
     """Problems, a warm start to some right answers, and a look at the accuracy each step."""
     c.task = dict(
         name='basic_arithmetic',
