@@ -71,11 +71,10 @@ def toy(config: Any, experts: int = 0) -> None:
     """
     c = config
     _toy_task(c)
-    c.model = dict(embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=2)
+    sizes: dict[str, Any] = dict(mlp_dim=32)
     if experts:
-        c.model.update(expert_dim=16, moe=dict(experts=experts, top_k=2))
-    else:
-        c.model.mlp_dim = 32
+        sizes = dict(expert_dim=16, moe=dict(experts=experts, top_k=2))
+    c.model = dict(embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=2, **sizes)
     c.steps = 2
     c.minibatches = min(c.minibatches, 2)
     c.microbatches = min(c.microbatches, 2)

@@ -290,7 +290,8 @@ def main(argv: list[str]) -> None:
     try:
         setup = start(_CONFIG.value.to_dict(), workdir)
     except (ValueError, TypeError, OSError) as error:  # of the settings: no traceback needed
-        raise SystemExit(f'{type(error).__name__}: {error}') from error
+        text = ' '.join(str(error).split())
+        raise SystemExit(f'{type(error).__name__}: {text}') from error
     try:
         run(setup, workdir)
     except KeyboardInterrupt:

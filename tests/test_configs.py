@@ -340,6 +340,21 @@ def test_toy_of(name, tmp_path):
     assert len(stages['value_pretraining']) == (pretrain['max_steps'] if pretrain else 0)
 
 
+@pytest.mark.slow
+def test_recipe_trains_a_loaded_model(given, tmp_path):
+    """Two steps of DeepSeek-V3.2's recipe on a Hugging Face folder and a file, in small."""
+    config = get_config('deepseek_v32', given) | dict(steps=2, minibatches=2)
+    config['task'] |= dict(prompt_width=10)
+    config['sampling'] |= dict(max_new_tokens=6, support_size=16)
+    config['length_buckets'] = dict(token_budget=64, widths=(14, 16))
+    config['rollout'] |= dict(prompts=4, group_size=2)
+    config['rollout']['engine'] = dict(slots=4, prefill_width=8, bucket=16)
+    config['evaluation'] |= dict(every=1, batch=16)
+    config['optimizer'] |= dict(warmup_steps=0)
+    stages, rows = run(config, tmp_path)
+    assert stages['rl'][0]['moe/replayed'] > 0.5 and rows['mask'].sum() > 8
+
+
 # ============================================================================ the command line
 
 
