@@ -106,15 +106,15 @@ class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 class ReasoningGym(Problems, skip_registration=True):
     """Problems of a reasoning-gym dataset; see `gym.create` and `gym.rows`."""
 
-    def __init__(self, *, dataset: Any, size: int, form: str, **kw: Any):
+    def __init__(self, *, dataset: Any, size: int, form: str, digits: int = 0, **kw: Any):
         self.dataset = dataset
         self.size = size
-        self.form = form
+        self.form, self.digits = form, digits
         super().__init__(**kw)
 
     def rows(self) -> Iterable[Row | BadRow]:
         """Generate them."""
-        return gym.rows(self.dataset, self.size, self.form)
+        return gym.rows(self.dataset, self.size, self.form, self.digits)
 
     def where(self, line: int) -> str:
         """Problem by index."""
