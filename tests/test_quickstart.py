@@ -141,7 +141,7 @@ def test_tiny_run_of_other_algorithms(name, tmp_path):
         (
             'tiny',
             dict(length_buckets=dict(token_budget=64, widths=(8,))),
-            'the widest must hold a whole row, 11 tokens',
+            'the widest must hold a whole row, 10 tokens',
         ),
         ('tiny', dict(tokenizer='ascii', model=dict(path='x')), 'config.model.path brings its own'),
     ],
