@@ -7,7 +7,7 @@ update.
 
 Not taken from the paper, chosen here: 64 prompts with 16 answers, two minibatches, answers of
 32,768 tokens, learning rate 1e-6, the warm-up, the number of steps. R3, the sampler's experts, is
---config.replay.routing=rollout; a model without experts needs --config.replay.routing=None.
+--config.replay.routing=rollout; a model without experts needs --config.replay="{'routing': None}".
 """
 
 from policyopt import presets

@@ -202,6 +202,11 @@ def test_impossible_combinations_fail_before_any_compile():
             changed('sapo', replay=None) | dict(replay=dict(routing='recompute')),
             'needs config.logp',
         ),
+        (changed('grpo') | dict(logp_old='recomputd'), "'recomputed'. Did you mean `recomputed`"),
+        (
+            changed('grpo') | dict(replay=dict(routing='None')),
+            "routing is 'None'; legal is 'rollout', 'recompute' or None$",
+        ),
         (changed('grpo', ema=1.5), r'ema=1.5; legal is above 0 and below 1'),
         (changed('sapo', sampling=dict(eos_id=99)), 'eos_id has 99, which is no token'),
         (

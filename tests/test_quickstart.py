@@ -122,7 +122,7 @@ def test_tiny_run_of_other_algorithms(name, tmp_path):
         ('tiny', dict(optimizer__lr=0.1), 'config.optimizer has no `lr`'),
         ('tiny', dict(rollout__chunks=3), 'chunks is 3; legal are divisors of prompts, 8'),
         ('tiny', dict(tasks=dict(a=dict(size=9))), 'has both task and tasks'),
-        ('tiny', dict(tokenizer='bytes'), "tokenizer is 'bytes'; legal: 'arithmetic', 'ascii'"),
+        ('tiny', dict(tokenizer='bytes'), "tokenizer is 'bytes'; legal is 'arithmetic', 'ascii'"),
         ('tiny', dict(replay__routing='recompute'), "needs config.logp_old='recomputed'"),
         (
             'tiny',
