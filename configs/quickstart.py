@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from policyopt import settings
+from policyopt import presets, settings
 
 MAX_NEW_TOKENS = 5
 
@@ -83,13 +83,5 @@ def get_config(argument=None):
     c.evaluation = dict(every=25, batch=512, temperature=0.0, samples=8)
 
     if tiny:
-        c.task.update(size=1000, held_out=16, held_out_share=0.3, prompt_width=6)
-        c.task.kw.update(min_digits=1, max_digits=1)
-        c.model.update(embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=2, expert_dim=16)
-        c.warm_start.update(batch=32, accuracy=(0.1, 1.0))
-        c.warm_start.optimizer.learning_rate = 1e-2
-        c.rollout.update(prompts=8, group_size=4, max_rounds=30)
-        c.optimizer.update(learning_rate=1e-3, warmup_steps=0)
-        c.steps, c.minibatches = 2, min(c.minibatches, 2)
-        c.evaluation.update(batch=16, samples=2)
+        presets.toy(c, experts=8)
     return c
