@@ -43,11 +43,6 @@ def test_compact_form(question, prompt):
     assert data.compact(question) == prompt
 
 
-def test_compact_form_fills_columns():
-    assert data.compact('Calculate 7 + 12.', 3) == '007+012='
-    assert data.compact('Calculate -7 - 1234.', 3) == '-007-1234='
-
-
 @pytest.mark.parametrize(
     'question', ['4 + 5 + 6 =', 'Calculate 8 / 4.', '3 / 5 + 6 =', 'Hello', '5 +']
 )

@@ -106,15 +106,15 @@ class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 class ReasoningGym(Problems, skip_registration=True):
     """Problems of a reasoning-gym dataset; see `gym.create` and `gym.rows`."""
 
-    def __init__(self, *, dataset: Any, size: int, form: str, digits: int = 0, **kw: Any):
+    def __init__(self, *, dataset: Any, size: int, form: str, **kw: Any):
         self.dataset = dataset
         self.size = size
-        self.form, self.digits = form, digits
+        self.form = form
         super().__init__(**kw)
 
     def rows(self) -> Iterable[Row | BadRow]:
         """Generate them."""
-        return gym.rows(self.dataset, self.size, self.form, self.digits)
+        return gym.rows(self.dataset, self.size, self.form)
 
     def where(self, line: int) -> str:
         """Problem by index."""

@@ -14,24 +14,15 @@ from policyopt.data.rows import BadRow, Row
 _TWO_OPERANDS = re.compile(r'(?:^|[^\d\s+*/=-])\s*(-?\d+) *([-+*]) *(-?\d+)(?= *[=.?]?\s*$)')
 
 
-def compact(question: str, digits: int = 0) -> str:
+def compact(question: str) -> str:
     """`a+b=` for a question that ends in a two-operand expression: digits and signs only.
-
-    Operands with fewer than `digits` digits are filled up with zeros, as in `007+012=`: digits of
-    one place then stand in one column.
 
     Raises ValueError where the question ends in anything else (three operands, a division).
     """
     match = _TWO_OPERANDS.search(question)
     if match is None:
         raise ValueError(f'no expression of two operands with +, - or * ends {question!r}')
-    a, sign, b = match.groups()
-    return f'{_fill(a, digits)}{sign}{_fill(b, digits)}='
-
-
-def _fill(number: str, digits: int) -> str:
-    minus = '-' if number.startswith('-') else ''
-    return minus + number.removeprefix('-').zfill(digits)
+    return ''.join(match.groups()) + '='
 
 
 def create(name: str, kw: Mapping[str, Any], size: int, seed: int, where: str = 'task') -> Any:
@@ -52,7 +43,7 @@ def create(name: str, kw: Mapping[str, Any], size: int, seed: int, where: str = 
         raise ValueError(f'{where}.kw is {dict(kw)}; {name} refuses it: {error}') from error
 
 
-def rows(dataset: Any, size: int, form: str, digits: int = 0) -> Iterator[Row | BadRow]:
+def rows(dataset: Any, size: int, form: str) -> Iterator[Row | BadRow]:
     """Problems 0 to size - 1 of the dataset; `form` is compact or full, the question itself."""
     for index in range(size):
         entry = dict(dataset[index])
@@ -60,8 +51,7 @@ def rows(dataset: Any, size: int, form: str, digits: int = 0) -> Iterator[Row | 
             yield BadRow(index, 'the dataset gives no right answer, only a scorer')
             continue
         try:
-            question = entry['question']
-            prompt = compact(question, digits) if form == 'compact' else question
+            prompt = compact(entry['question']) if form == 'compact' else entry['question']
         except ValueError as error:
             yield BadRow(index, str(error))
             continue

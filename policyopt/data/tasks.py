@@ -40,10 +40,8 @@ class TaskConfig:
       seed: seed of the generator.
       form: of the prompt; `compact` is `a+b=`, for two-operand arithmetic alone, and `full` is the
         question itself.
-      digits: of the compact form; shorter operands are filled up with zeros, so that digits of one
-        place stand in one column. 0 leaves them.
       file: a JSONL file of {"prompt": ..., "answer": ...} to read instead; then name, kw, size,
-        seed, form and digits say nothing and must be left alone.
+        seed and form say nothing and must be left alone.
       on_bad_row: `error` for a row that is no problem (a field missing or of a wrong type, an empty
         or too long prompt, invalid UTF-8 or JSON, characters that the tokenizer lacks), or `skip`,
         with a warning that counts them and shows the first.
@@ -60,7 +58,6 @@ class TaskConfig:
     prompt_width: int = 8
     seed: int = 0
     form: Literal['compact', 'full'] = 'compact'
-    digits: int = 0
     file: str = ''
     on_bad_row: Literal['error', 'skip'] = 'error'
     weight: float = 1.0
@@ -73,17 +70,11 @@ class TaskConfig:
         if not 0 < self.weight < float('inf'):
             raise ValueError(f'task.weight is {self.weight}; legal is a finite number above 0')
         checks.one_of('task.form', self.form, ('compact', 'full'))
-        checks.number('task.digits', self.digits, 0)
-        if self.digits and self.form == 'full':
-            raise ValueError(f"task.digits is {self.digits}, which does nothing with form='full'")
         checks.one_of('task.on_bad_row', self.on_bad_row, ('error', 'skip'))
         if self.file:
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
-                if (
-                    field.name in ('name', 'size', 'seed', 'form', 'digits')
-                    and value != field.default
-                ):
+                if field.name in ('name', 'size', 'seed', 'form') and value != field.default:
                     raise ValueError(
                         f'task.{field.name} is {value!r} beside task.file; a file has none'
                     )
@@ -188,15 +179,10 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         score = jsonl.exact_match
     else:
         dataset = gym.create(config.name, config.kw, config.size, config.seed, field)
-        key |= {f: getattr(config, f) for f in ('name', 'kw', 'size', 'seed', 'form', 'digits')}
+        key |= {f: getattr(config, f) for f in ('name', 'kw', 'size', 'seed', 'form')}
         key |= dict(version=builders.gym_version())
         make = functools.partial(
-            builders.ReasoningGym,
-            dataset=dataset,
-            size=config.size,
-            form=config.form,
-            digits=config.digits,
-            **common,
+            builders.ReasoningGym, dataset=dataset, size=config.size, form=config.form, **common
         )
         score = dataset.score_answer
     builder = builders.prepare(make, config.title, key, config.data_dir)
