@@ -76,17 +76,24 @@ def get_config(argument=None):
     c.sampling = dict(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, top_p=0.95, support_size=8)
     c.replay = dict(support=True, routing='rollout')
     c.dynamic_sampling = name not in ('dapo', 'magistral')  # they have it by themselves
-    c.rollout = dict(prompts=128, group_size=8, max_rounds=10)
+    c.rollout = dict(prompts=64, group_size=8, max_rounds=10)
     if name == 'dapo':
         c.rollout.wrong = -1.0
-    c.optimizer = dict(learning_rate=5e-4, warmup_steps=20)
     c.router = dict(load_balance=1e-3)
-    c.steps = 180
+    c.steps = 300
     c.epochs = 1
     c.minibatches = 4
     c.microbatches = 1
     if name == 'trpo':
         c.minibatches = 1  # one natural step on all rows; its line search spends the KL budget
+    c.optimizer = dict(
+        learning_rate=7e-4,
+        warmup_steps=20,
+        schedule='linear',
+        decay_steps=c.steps * c.minibatches - 20,
+        final_fraction=0.1,
+    )
+    c.ema = 0.98
     c.evaluation = dict(every=25, batch=512, temperature=0.0, samples=8)
 
     if tiny:
