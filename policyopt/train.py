@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from policyopt import batches as batches_lib
@@ -286,6 +286,7 @@ def main(argv: list[str]) -> None:
     """Entry point of `python -m policyopt.train`."""
     if len(argv) > 1:
         raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
+    logging.set_verbosity(logging.WARNING)  # tfds tells of every file that it opens
     workdir = Path(_WORKDIR.value or '')
     try:
         setup = start(_CONFIG.value.to_dict(), workdir)
