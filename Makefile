@@ -24,7 +24,7 @@ test: setup  ## Fast test suite (under 12 minutes on 2 cores).
 test-slow: setup  ## The longer tests (under 25 minutes on 2 cores).
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow tests
 
-quickstart: setup  ## The main job: warm start, then GRPO on arithmetic, with accuracy before and after.
+quickstart: setup  ## The main job: warm start, then GSPO on arithmetic, with accuracy before and after.
 	$(BIN)/python -m policyopt.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 lint: setup  ## Formatting, lint and types.

@@ -1,6 +1,6 @@
 """The main job over seeds: accuracy before and after, and how long it took.
 
-    python -m experiments.quickstart_seeds --seeds=10 --workdir=runs/seeds
+    python -m experiments.quickstart_seeds --seeds=10 --folder=runs/seeds
 
 Seeds run one after another, each in a process of its own, since the times of runs that share cores
 say little. A seed whose run is complete is not run again. Prints a table and writes `seeds.json`.
@@ -21,8 +21,8 @@ from policyopt import metrics, train
 
 _SEEDS = flags.DEFINE_integer('seeds', 10, 'Number of seeds, from 0.', lower_bound=1)
 _FIRST = flags.DEFINE_integer('first', 0, 'The first seed.', lower_bound=0)
-_CONFIG = flags.DEFINE_string('config', 'configs/quickstart.py', 'Config file, or FILE:ARGUMENT.')
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/seeds', 'Folder for the runs.')
+_RECIPE = flags.DEFINE_string('recipe', 'configs/quickstart.py', 'Config file, or FILE:ARGUMENT.')
+_FOLDER = flags.DEFINE_string('folder', 'runs/seeds', 'Folder for the runs.')
 
 COLUMNS = ('seed', 'before', 'after', 'gain', 'warm_steps', 'first_step_seconds', 'seconds')
 
@@ -43,11 +43,11 @@ def result(folder: Path) -> dict[str, Any] | None:
 def main(argv: list[str]) -> None:
     """Entry point."""
     del argv
-    root, rows = Path(_WORKDIR.value), []
+    root, rows = Path(_FOLDER.value), []
     for seed in range(_FIRST.value, _FIRST.value + _SEEDS.value):
         folder = root / str(seed)
         if result(folder) is None:
-            command = [sys.executable, '-m', 'policyopt.train', f'--config={_CONFIG.value}']
+            command = [sys.executable, '-m', 'policyopt.train', f'--config={_RECIPE.value}']
             command += [f'--workdir={folder}', f'--config.seed={seed}']
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = result(folder)

@@ -53,7 +53,7 @@ from policyopt.losses.surrogates import (
     reinforce as score_function,
 )
 from policyopt.trust_region import natural_gradient
-from policyopt.types import Algorithm
+from policyopt.types import Algorithm, identity
 
 Gates = Sequence[Any]
 
@@ -73,10 +73,14 @@ def reinforce(gates: Gates = ()) -> Algorithm:
 
 
 @checks.factory('algorithm')
-def rloo(gates: Gates = ()) -> Algorithm:
-    """J = 1/G sum_i sum_t l A, A = r_i - mean of the prompt's other rows (2402.14740)."""
+def rloo(beta: float = 0.0, gates: Gates = ()) -> Algorithm:
+    """J = 1/G sum_i sum_t l A, A = r_i - mean of the prompt's other rows (2402.14740).
+
+    beta > 0 subtracts the k1 KL to the reference policy from the reward, as the paper does.
+    """
     return Algorithm(
         advantages=leave_one_out(),
+        shape=shaping.kl_in_reward(beta) if beta else identity,
         loss=policy_loss(
             ratio=token_ratio(), surrogate=score_function(), aggregate=sequence_sum(), gates=gates
         ),
@@ -314,14 +318,26 @@ def gspo_step(
 
 
 @checks.factory('algorithm')
-def magistral(low: float = 0.2, high: float = 0.28, gates: Gates = ()) -> Algorithm:
+def magistral(
+    low: float = 0.2,
+    high: float = 0.28,
+    max_length: int | None = None,
+    cache: int | None = None,
+    gates: Gates = (),
+) -> Algorithm:
     """DAPO's loss; A = r - mean of the group, z-scored over the minibatch's rows (2506.10910).
 
-    Prompts with equal rewards are dropped. high .26-.28 as published; low .2 is a choice. The
-    paper's length penalty is `shape=shaping.soft_overlong(L, cache, weight=.1)`, for the run's L.
+    Prompts with equal rewards are dropped. high .26-.28 as published; low .2 is a choice. With
+    max_length and cache, in tokens, rewards lose a tenth of DAPO's soft overlong penalty.
     """
+    if (max_length is None) != (cache is None):
+        raise ValueError(f'max_length={max_length} and cache={cache}; legal is both, or None twice')
+    shape = identity
+    if max_length is not None and cache is not None:
+        shape = shaping.soft_overlong(max_length, cache, weight=0.1)
     return Algorithm(
         advantages=group_mean_baseline(),
+        shape=shape,
         keep=shaping.diverse_rewards(),
         prepare=normalise_minibatch(),
         loss=policy_loss(

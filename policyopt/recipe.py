@@ -17,6 +17,7 @@ from policyopt import learner as learner_lib
 from policyopt import rollout as rollout_lib
 from policyopt.checkpoint import CheckpointConfig
 from policyopt.sampling import SamplingConfig, allowed_mask
+from policyopt.sampling.config import check_config
 from policyopt.types import Algorithm, keep_all
 
 
@@ -256,7 +257,7 @@ def prepare(config: Mapping[str, Any]) -> Setup:
             f'config.sampling.max_new_tokens is {c.sampling.max_new_tokens}; the longest answer '
             f'with its end of sequence has {task.longest_answer} tokens'
         )
-    return Setup(
+    setup = Setup(
         config=c,
         model=model,
         critic_model=_with_value_head(model) if own else None,
@@ -267,6 +268,9 @@ def prepare(config: Mapping[str, Any]) -> Setup:
         needed=needed,
         width=width,
     )
+    check_config(model, c.sampling)
+    make_learner(setup)  # for its checks: it compiles nothing
+    return setup
 
 
 def _model(c: RunConfig, value_head: bool) -> tuple[Any, Any]:

@@ -66,7 +66,6 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     elif origin is typing.Literal:
         if value in args:
             return value
-        raise ValueError(f'{where} is {value!r}; legal: {", ".join(map(repr, args))}')
     elif origin is tuple and isinstance(value, (list, tuple)):
         if args[-1] is Ellipsis:
             return tuple(_convert(v, args[0], where) for v in value)
@@ -80,8 +79,29 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value
-    name = getattr(hint, '__name__', None) if origin is None else None
-    raise ValueError(f'{where} is {value!r}; legal is {name or hint}')
+    near = checks.hint(value, _words(hint)) if isinstance(value, str) else ''
+    raise ValueError(f'{where} is {value!r}; legal is {_name(hint)}{"." if near else ""}{near}')
+
+
+def _words(hint: Any) -> list[str]:
+    """Texts among the literals that a hint allows."""
+    if typing.get_origin(hint) is typing.Literal:
+        return [a for a in typing.get_args(hint) if isinstance(a, str)]
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return [word for a in typing.get_args(hint) for word in _words(a)]
+    return []
+
+
+def _name(hint: Any) -> str:
+    """A hint in words: `'a', 'b' or None`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is types.NoneType:
+        return 'None'
+    if origin is typing.Literal:
+        return ', '.join(map(repr, args))
+    if origin in (types.UnionType, typing.Union):
+        return ' or '.join(map(_name, args))
+    return str(hint) if origin else getattr(hint, '__name__', str(hint))
 
 
 def parse_argument(text: str | None, **defaults: str | int | float | bool) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
     python -m policyopt.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Any field of the config can be overridden: --config.optimizer.learning_rate=1e-4. The same command
-on the folder of an unfinished run goes on from its last checkpoint.
+Any field of the config can be overridden: --config.optimizer.learning_rate=1e-4. A section that the
+file leaves out is given as a whole: --config.length_buckets='{"token_budget": 64, "widths": (8,)}'.
+Recipes of papers take a model and problems: --config=configs/grpo.py:model=PATH,data=FILE.jsonl
+The same command on the folder of an unfinished run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ from policyopt.recipe import Setup
 from policyopt.reinforce import Loop, Point, record_accuracy
 from policyopt.workdir import CURVES, RECORDS, SETTINGS, TIMINGS
 
+# Fields that the file leaves out may be given, too: `recipe.prepare` knows which there are.
 _CONFIG = config_flags.DEFINE_config_file(
-    'config', None, 'File with get_config(), or FILE:ARGUMENT.'
+    'config',
+    None,
+    'File with get_config(), or FILE:ARGUMENT; the docstring of its get_config says what ARGUMENT '
+    'may be. --config.FIELD=VALUE overrides a field, --config.SECTION.FIELD=VALUE a nested one.',
+    lock_config=False,
+    accept_new_attributes=True,
 )
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for everything that the run writes.')
 
@@ -141,18 +149,35 @@ def report(setup: Setup, before: evaluate.Accuracy, after: evaluate.Accuracy) ->
     print()
 
 
+def read_flags(argv: list[str]) -> list[str]:
+    """Parse the command line, for `app.run`; what is wrong with it ends the program in one line."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, LookupError, ValueError, TypeError, OSError) as error:
+        # An error in get_config() comes with its traceback, whose last line says what it was; those
+        # of missing sections are wrapped in each other.
+        text: object = error
+        while isinstance(text, Exception):
+            text = text.args[0] if text.args and not isinstance(text, OSError) else str(text)
+        lines = [line.strip() for line in str(text).splitlines() if line.strip()]
+        trace = any(line.startswith('Traceback') for line in lines)
+        raise SystemExit(lines[-1] if trace else ' '.join(lines)) from None
+
+
 def main(argv: list[str]) -> None:
     """Entry point of `python -m policyopt.train`."""
     if len(argv) > 1:
         raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
-    if flags.FLAGS['verbosity'].using_default_value:
-        logging.set_verbosity(logging.WARNING)  # orbax tells of each file
+    logging.set_verbosity(logging.WARNING)  # tfds and orbax tell of every file
     workdir = Path(_WORKDIR.value or '')
     stop = stopping.Stop().listen()
     try:
         job = start(_CONFIG.value.to_dict(), workdir)
-    except (ValueError, TypeError) as error:  # what is wrong with the settings; no traceback needed
+    except checkpoint_lib.CheckpointError as error:  # may have a line for each field
         raise SystemExit(f'{type(error).__name__}: {error}') from error
+    except (ValueError, TypeError, OSError) as error:  # of the settings: no traceback needed
+        text = ' '.join(str(error).split())
+        raise SystemExit(f'{type(error).__name__}: {text}') from error
     try:
         run(job, workdir, stop)
     except KeyboardInterrupt:
@@ -168,4 +193,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == '__main__':
     flags.mark_flags_as_required(['config', 'workdir'])
-    app.run(main)
+    app.run(main, flags_parser=read_flags)

@@ -196,7 +196,11 @@ CHANGED = {
     'cap': 0.9,
     'alpha': 10.0,
 }
-TOGETHER = {('dapo', a): {'max_length': 6, 'cache': 4} for a in ('cache', 'max_length')}
+TOGETHER = {
+    (name, a): {'max_length': 6, 'cache': 4}
+    for name in ('dapo', 'magistral')
+    for a in ('cache', 'max_length')
+}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ from tests.learning import Running, fresh, none, random_batch
 
 MODEL = Running()
 
+# A read that fails leaves orbax's coroutines unfinished; their garbage collection complains.
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:

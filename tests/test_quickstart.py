@@ -92,8 +92,8 @@ def test_steps_after_the_second_compile_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', po.algorithms.names())
-def test_tiny_run_of_every_algorithm(name, tmp_path):
+@pytest.mark.parametrize('name', ['dapo', 'vapo'])
+def test_tiny_run_of_other_algorithms(name, tmp_path):
     config = get_config(f'tiny=true,algorithm={name}')
     result = run(config, tmp_path / 'run')
     check_run(result, tmp_path / 'run', config)
@@ -123,7 +123,7 @@ def test_tiny_run_of_every_algorithm(name, tmp_path):
         ('tiny', dict(optimizer__lr=0.1), 'config.optimizer has no `lr`'),
         ('tiny', dict(rollout__chunks=3), 'chunks is 3; legal are divisors of prompts, 8'),
         ('tiny', dict(tasks=dict(a=dict(size=9))), 'has both task and tasks'),
-        ('tiny', dict(tokenizer='bytes'), "tokenizer is 'bytes'; legal: 'arithmetic', 'ascii'"),
+        ('tiny', dict(tokenizer='bytes'), "tokenizer is 'bytes'; legal is 'arithmetic', 'ascii'"),
         ('tiny', dict(replay__routing='recompute'), "needs config.logp_old='recomputed'"),
         (
             'tiny',
@@ -142,7 +142,7 @@ def test_tiny_run_of_every_algorithm(name, tmp_path):
         (
             'tiny',
             dict(length_buckets=dict(token_budget=64, widths=(8,))),
-            'the widest must hold a whole row, 11 tokens',
+            'the widest must hold a whole row, 10 tokens',
         ),
         ('tiny', dict(tokenizer='ascii', model=dict(path='x')), 'config.model.path brings its own'),
     ],
