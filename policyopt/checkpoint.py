@@ -92,26 +92,27 @@ class Saved(NamedTuple):
 # ============================================================================ arrays
 
 
-@jax.jit
-def fingerprint(tree: Any) -> jax.Array:
-    """Digest of the bits of all leaves of a tree (no keys): uint32, the same on every mesh.
+def fingerprint(tree: Any) -> int:
+    """Digest of the bits of all leaves of a tree (no keys): 32 bits, the same on every mesh.
 
     The sum of each leaf's words, hashed with their positions. A single changed word always shows,
     more of them but for one case in 2^32. Against accidents only.
     """
-    total = jnp.zeros((), jnp.uint32)
-    for number, leaf in enumerate(jax.tree.leaves(tree)):
-        if leaf.dtype == jnp.bool_:
-            leaf = leaf.astype(jnp.uint8)
-        kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
-        words = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
-        place, stride = jnp.full(words.shape, number + 1, jnp.uint32), 1
-        for axis in reversed(range(words.ndim)):
-            index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-            place, stride = place + index * np.uint32(stride % 2**32), stride * words.shape[axis]
-        hashed = _mixed(words ^ _mixed(place))  # one to one in each word
-        total = total * np.uint32(31) + jnp.sum(hashed, dtype=jnp.uint32)
-    return total
+    sums = jax.device_get([_sum_of_words(leaf) for leaf in jax.tree.leaves(tree)])
+    return zlib.crc32(np.array(sums, np.uint32).tobytes())
+
+
+@jax.jit  # by leaf: parameters, moments and averages share their shapes, so few programs do
+def _sum_of_words(leaf: jax.Array) -> jax.Array:
+    if leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+    words = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
+    place, stride = jnp.ones(words.shape, jnp.uint32), 1
+    for axis in reversed(range(words.ndim)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        place, stride = place + index * np.uint32(stride % 2**32), stride * words.shape[axis]
+    return jnp.sum(_mixed(words ^ _mixed(place)), dtype=jnp.uint32)  # one to one in each word
 
 
 def _mixed(x: jax.Array) -> jax.Array:
@@ -217,7 +218,7 @@ class Checkpoints:
         meta = {
             'config': self._config,
             'progress': progress._asdict(),
-            'fingerprint': int(fingerprint(arrays)),
+            'fingerprint': fingerprint(arrays),
             'jax': jax.__version__,
             'devices': f'{jax.device_count()} {jax.default_backend()}',
         }
@@ -316,7 +317,7 @@ class Checkpoints:
         except Exception as error:
             raise _Damaged(f'its arrays can not be read ({_short(error)})') from error
         kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (arrays, wanted)]
-        if kinds[0] != kinds[1] or int(fingerprint(arrays)) != meta['fingerprint']:
+        if kinds[0] != kinds[1] or fingerprint(arrays) != meta['fingerprint']:
             raise _Damaged('its arrays are not those that were saved')
         return _like(tuple(arrays[name] for name in names), like)
 

@@ -32,7 +32,10 @@ class Stop:
         del number, frame
         self.asked = True
         if not self._patient:
-            print('SIGTERM: stopped; the same command goes on from the last checkpoint', flush=True)
+            print(
+                'SIGTERM: stopped; the same command goes on from the last checkpoint, if any',
+                flush=True,
+            )
             raise SystemExit(0)
 
     @contextlib.contextmanager
