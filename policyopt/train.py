@@ -23,9 +23,10 @@ from ml_collections import config_flags
 from policyopt import checkpoint as checkpoint_lib
 from policyopt import evaluate, metrics, recipe, reinforce, stopping, warm_start
 from policyopt import workdir as workdir_lib
-from policyopt.checkpoint import Checkpoints
+from policyopt.checkpoint import CheckpointError, Checkpoints
 from policyopt.recipe import Setup
 from policyopt.reinforce import Loop, Point, record_accuracy
+from policyopt.sampling.config import RowErrors
 from policyopt.workdir import CURVES, RECORDS, SETTINGS, TIMINGS
 
 # Fields that the file leaves out may be given, too: `recipe.prepare` knows which there are.
@@ -37,6 +38,8 @@ _CONFIG = config_flags.DEFINE_config_file(
     lock_config=False,
     accept_new_attributes=True,
 )
+# Errors of a run whose message says all.
+ENDS = (CheckpointError, workdir_lib.WorkdirError, stopping.Unstable, RowErrors)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for everything that the run writes.')
 
 
@@ -173,7 +176,7 @@ def main(argv: list[str]) -> None:
     stop = stopping.Stop().listen()
     try:
         job = start(_CONFIG.value.to_dict(), workdir)
-    except checkpoint_lib.CheckpointError as error:  # may have a line for each field
+    except CheckpointError as error:  # may have a line for each field
         raise SystemExit(f'{type(error).__name__}: {error}') from error
     except (ValueError, TypeError, OSError) as error:  # of the settings: no traceback needed
         text = ' '.join(str(error).split())
@@ -183,7 +186,7 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         print(f'interrupted; the same command goes on from the last checkpoint in {workdir}')
         raise SystemExit(130) from None
-    except (checkpoint_lib.CheckpointError, workdir_lib.WorkdirError, stopping.Unstable) as error:
+    except ENDS as error:
         raise SystemExit(f'{type(error).__name__}: {error}') from error
     except OSError as error:  # of the files that a run writes itself
         if error.errno not in workdir_lib.DISK:

@@ -79,9 +79,10 @@ def check_resume(config, tmp_path, steps, capsys):
 
 
 def test_a_run_goes_on_with_the_same_bytes(tmp_path, compile_once, capsys):
-    """Synced reference, moving average, recomputed log-probs, evaluations in between."""
+    """Synced reference, moving average, evaluations in between."""
     config = get_config(
         'tiny,algorithm=grpo',
+        warm_start=None,
         steps=4,
         checkpoint=dict(every=1, keep=9),
         evaluation__every=2,
@@ -325,6 +326,39 @@ def test_checkpoints_are_due(tmp_path):
     with pytest.raises(SystemExit) as error:
         reinforce.save_if_due(setup, loop, reinforce.Point(None, None, 4, 0, None, 0))
     assert error.value.code == 0 and loop.checkpoints.steps()[-1] == 4
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_stops_with_a_good_checkpoint(tmp_path, monkeypatch):
+    """From step 3 on, no update is finite: the fifth in a row ends the run."""
+    split, calls = reinforce.rollout_lib.minibatches, []
+
+    def poisoned(batch, parts):
+        calls.append(batch)
+        found = split(batch, parts)
+        if len(calls) < 3:
+            return found
+        nan = [np.full_like(part.advantages, np.nan) for part in found]
+        return [dataclasses.replace(x, advantages=y) for x, y in zip(found, nan, strict=True)]
+
+    monkeypatch.setattr(reinforce.rollout_lib, 'minibatches', poisoned)
+    config = get_config(
+        'tiny,algorithm=reinforce',
+        warm_start=None,
+        steps=30,
+        minibatches=2,
+        max_skipped=5,
+        checkpoint=dict(every=1, keep=2),
+    )
+    workdir = tmp_path / 'run'
+    with pytest.raises(stopping.Unstable, match='5 updates in a row .* RL step 5: .* of step 2'):
+        train.run(train.start(config, workdir), workdir)
+    skipped = [r['skipped'] for r in metrics.read(workdir / 'metrics.jsonl') if r['stage'] == 'rl']
+    assert skipped == [0, 0, 1, 1, 1]
+    assert sorted(int(p.name) for p in (workdir / 'checkpoints').iterdir()) == [1, 2]
+    with np.load(workdir / 'batches' / 'offending_000005.npz') as saved:
+        np.testing.assert_array_equal(saved['tokens'], calls[-1].tokens[:16])
+    workdir_lib.claim(workdir).close()  # free
 
 
 # ============================================================================ judges
