@@ -80,7 +80,7 @@ def get_config(argument=None):
     if name == 'dapo':
         c.rollout.wrong = -1.0
     c.router = dict(load_balance=1e-3)
-    c.steps = 250
+    c.steps = 350
     c.epochs = 1
     c.minibatches = 4
     c.microbatches = 1
