@@ -87,13 +87,15 @@ def get_config(argument=None):
     c.microbatches = 1
     if name == 'trpo':
         c.minibatches = 1  # one natural step on all rows; its line search spends the KL budget
-    c.optimizer = dict(
-        learning_rate=7e-4,
-        warmup_steps=20,
-        schedule='linear',
-        decay_steps=c.steps * c.minibatches - 20,
-        final_fraction=0.1,
-    )
+    c.optimizer = dict()
+    if name != 'trpo':  # whose natural step has a length of its own
+        c.optimizer = dict(
+            learning_rate=7e-4,
+            warmup_steps=20,
+            schedule='linear',
+            decay_steps=c.steps * c.minibatches - 20,
+            final_fraction=0.1,
+        )
     c.ema = 0.98
     c.evaluation = dict(every=25, batch=512, temperature=0.0, samples=8)
     c.checkpoint = dict(every=25, keep=2)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyopt import checks, masked
+from policyopt import checks, masked, scoring
 from policyopt.types import Array, TokenBatch, require, struct
 
 
@@ -155,17 +155,6 @@ class ValueStop:
         return bool(np.all(change < self.tolerance * size) and np.all(varied < self.tolerance))
 
 
-def token_values(model: Any, params: Any, hidden: Array, mask: Array) -> Array:
-    """Value of the state before each token is drawn: [B,T], from hidden[t-1]; 0 off the mask.
-
-    What stands in states that predict no token of the mask, NaN included, reaches no gradient.
-    """
-    chex.assert_equal_shape_prefix([hidden, mask], 2)
-    active = (jnp.asarray(mask) != 0).at[:, 0].set(False)
-    states = masked.select(jnp.roll(active, -1, axis=1)[:, :, None], hidden)
-    return masked.select(active, jnp.roll(model.value(params, states), 1, axis=1))
-
-
 def batch_values(model: Any, params: Any, batch: Any, routing: Array | None = None) -> Array:
     """Values [B,T] of a batch under a model with a value head.
 
@@ -177,7 +166,7 @@ def batch_values(model: Any, params: Any, batch: Any, routing: Array | None = No
     if batch.length is not None:
         valid = jnp.arange(tokens.shape[1]) < batch.length[:, None]
     hidden = model.hidden(params, tokens, valid=valid, routing=routing).hidden
-    return token_values(model, params, hidden, batch.mask)
+    return scoring.token_values(model, params, hidden, batch.mask)
 
 
 def monte_carlo(batch: TokenBatch) -> TokenBatch:

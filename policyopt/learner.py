@@ -45,6 +45,7 @@ class Learner(NamedTuple):
 
     Attributes:
       init: (params, key, critic=None) -> TrainState; `critic` are the params of its own trunk.
+        Arrays that are float32 already are taken over, not copied: an update gives them away.
       update: (TrainState, TokenBatch) -> (TrainState, Metrics, logp_new [B,T]); jitted, and the
         state is donated. `logp_new` is what the loss saw, before the parameters moved. A loss or
         gradient that is not finite leaves params, optimizer states and ema as they are, and metric

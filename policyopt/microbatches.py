@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -150,10 +149,14 @@ def add(a: Found, b: Found) -> Found:
     return Found(a.loss + b.loss, add_metrics(a.metrics, b.metrics), load)
 
 
-def total(stacked: Found, parts: int) -> Found:
-    """Sum of what a scan over parts found, in the order of the parts."""
-    pieces = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(parts)]
-    return functools.reduce(add, pieces)
+def total(stacked: Found) -> Found:
+    """Sum of what a scan over parts found, in the order of the parts.
+
+    By a scan, too: metrics are many, and a program that grew with the number of parts would take
+    minutes to compile.
+    """
+    first, rest = jax.tree.map(lambda x: x[0], stacked), jax.tree.map(lambda x: x[1:], stacked)
+    return jax.lax.scan(lambda sum_, part: (add(sum_, part), None), first, rest)[0]
 
 
 def scanned(job: Job, parts: int, rules: Rules) -> Update:
@@ -167,7 +170,7 @@ def scanned(job: Job, parts: int, rules: Rules) -> Update:
         whole, shared = job.begin(state, batch)
         step = functools.partial(accumulate, job, state, shared)
         grads, (found, out) = jax.lax.scan(step, zeros(job, state), split(whole, parts, rules))
-        state, metrics = job.finish(state, grads, total(found, parts))
+        state, metrics = job.finish(state, grads, total(found))
         return state, metrics, join(out)
 
     return jax.jit(update, donate_argnums=0)
@@ -193,7 +196,9 @@ def bucketed(job: Job, buckets: LengthBuckets, rules: Rules) -> Update:
         return grads, place(out, new, index), found
 
     def update(state: Any, batch: Any) -> tuple[Any, Metrics, Array]:
-        groups = plan(require(batch, 'length', 'length_buckets'), buckets, shards(rules))
+        groups = plan(
+            require(batch, 'length', 'length_buckets'), buckets, sharding.batch_shards(rules)
+        )
         whole, shared = begin(state, batch)
         grads, found = start(state), None
         out = jnp.zeros(batch.mask.shape, jnp.float32)
@@ -232,7 +237,9 @@ def bucket_mapped(
         return jnp.full(x.shape, -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0, x.dtype)
 
     def run(params: Any, batch: Any) -> Any:
-        groups = plan(require(batch, 'length', 'length_buckets'), buckets, shards(rules))
+        groups = plan(
+            require(batch, 'length', 'length_buckets'), buckets, sharding.batch_shards(rules)
+        )
         out = jax.tree.map(empty, jax.eval_shape(look, params, batch))
         for index, width in groups:
             out = step(out, params, batch, index, width=width)
@@ -289,14 +296,3 @@ def take(tree: Any, index: Array, width: int, rules: Rules) -> Any:
 def place(out: Array, new: Array, index: Array) -> Array:
     """out [B,T,...] with new [b,w,...] put into rows `index`, columns up to w."""
     return out.at[index, : new.shape[1]].set(new, mode='drop')
-
-
-def shards(rules: Rules) -> int:
-    """Over how many devices of the ambient mesh the rules split rows."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    spec = sharding.partition_spec(('batch',), rules, mesh)
-    names: Any = spec[0] if len(spec) else ()
-    names = (names,) if isinstance(names, str) else tuple(names or ())
-    return math.prod(dict(mesh.shape)[name] for name in names)

@@ -83,7 +83,8 @@ def toy(config: Any, experts: int = 0) -> None:
     c.sampling.max_new_tokens = TOY_TOKENS
     if c.sampling.get('support_size'):
         c.sampling.support_size = 8
-    c.optimizer.update(learning_rate=1e-3, warmup_steps=0)
+    if c.optimizer:
+        c.optimizer.update(learning_rate=1e-3, warmup_steps=0)
     if c.rollout.get('engine'):
         c.rollout.engine = dict(slots=16, steps=4, prefill_width=8, prefill_rows=8, bucket=16)
         c.rollout.chunks = 2

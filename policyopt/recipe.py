@@ -29,7 +29,7 @@ class WarmStart:
       optimizer: of this stage.
       batch: rows of a step.
       max_steps: the run fails where the accuracy is not reached by then.
-      every: steps between looks at the held-out accuracy.
+      every: steps between looks at the held-out accuracy; the last step is looked at, too.
       accuracy: (low, high) held-out accuracy; the first look at or above `low` ends the warm start,
         and one above `high` is remarked on.
     """
@@ -174,6 +174,8 @@ class RunConfig:
     def __post_init__(self):
         for name in ('steps', 'epochs', 'minibatches', 'microbatches', 'max_skipped'):
             checks.number(f'config.{name}', getattr(self, name), 1)
+        if self.reference_every is not None:
+            checks.number('config.reference_every', self.reference_every, 1)
         if (self.task is None) == (not self.tasks):
             raise ValueError('config has both task and tasks, or neither; legal is one of them')
         rows = self.rollout.prompts * self.rollout.group_size
@@ -246,6 +248,12 @@ def prepare(config: Mapping[str, Any]) -> Setup:
     own = c.critic is not None and c.critic.own
     model, params = _model(c, value_head=critic and not own)
     task = data.make_task(c.task or c.tasks, model.tokenizer)
+    _check_sizes(c, task)
+    if algorithm.update.step is not None and c.optimizer != learner_lib.OptimizerConfig():
+        raise ValueError(
+            f'config.optimizer has no effect: {c.algorithm} takes natural-gradient steps; legal is '
+            'an empty section'
+        )
     width = task.prompt_width + c.sampling.max_new_tokens
     if c.length_buckets is not None and c.length_buckets.widths[-1] < width:
         raise ValueError(
@@ -271,6 +279,23 @@ def prepare(config: Mapping[str, Any]) -> Setup:
     check_config(model, c.sampling)
     make_learner(setup)  # for its checks: it compiles nothing
     return setup
+
+
+def _check_sizes(c: RunConfig, task: data.Task) -> None:
+    """Raise ValueError, naming the field, where there are fewer problems than a batch needs."""
+    sizes = {'rollout.prompts': c.rollout.prompts}
+    if c.warm_start is not None:
+        sizes['warm_start.batch'] = c.warm_start.batch
+        if not task.held_out:
+            raise ValueError(
+                'the held_out of config.task is 0, but config.warm_start ends at a held-out '
+                'accuracy; legal is 1 or more'
+            )
+    for name, size in sizes.items():
+        try:
+            data.batches(task.train, size, c.seed)
+        except ValueError as error:
+            raise ValueError(f'config.{name} is {size}: {error}') from error
 
 
 def _model(c: RunConfig, value_head: bool) -> tuple[Any, Any]:

@@ -156,9 +156,14 @@ def make_collector(
       replay: recorded fields that scoring replays: of 'support' and 'routing'.
 
     `collect` raises ValueError where no row is kept within `max_rounds`, or too few of them and
-    `config.shortage` is 'error'.
+    `config.shortage` is 'error', where no kept row has a reward and a token to learn from, and
+    where the reference gives a taken token no finite mass.
+
+    Raises ValueError where the algorithm reads values and `values` is None.
     """
     needed = required_fields(algorithm)
+    if values is None and needed & {'values', 'values_old', 'returns'}:
+        raise ValueError('the algorithm reads values, but `values` is None; give Learner.values')
     draw = make_draw(model, config, sampling, prompt_width)
     score = jax.jit(
         functools.partial(
@@ -203,16 +208,30 @@ def make_collector(
                 state.params, judge, next(source), jax.random.fold_in(key, number), version
             )
             raw = dataclasses.replace(raw, group=raw.group + number * config.prompts)
-            drawn.append(jax.device_get(raw))
+            # The log has no use for what is large.
+            drawn.append(jax.device_get(dataclasses.replace(raw, support=None, routing=None)))
             shaped, keep = jax.device_get(shape_and_keep(enrich(state, reference, raw)))
+            if shaped.logp_ref is not None:
+                scoring.check_reference(shaped.logp_ref, shaped.mask)
             kept.append(jax.tree.map(lambda x, keep=keep: x[keep], shaped))
             count += int(keep.sum())
             if count >= rows:
                 break
+        everything = jax.tree.map(lambda *x: np.concatenate(x), *drawn)
+        if not np.isfinite(everything.rewards).any():
+            raise ValueError(
+                f'none of {len(everything.rewards)} answers got a reward: the judge failed on all'
+            )
         check_count(count, rows, len(drawn), config.shortage)
         rollout = fill(jax.tree.map(lambda *x: np.concatenate(x), *kept), rows)
+        if not rollout.mask.any():
+            raise ValueError(
+                f'none of {rows} answers has a token to learn from: they have no reward, or the '
+                "algorithm's shaping filters all of them out, as where all are overlong "
+                '(sampling.max_new_tokens)'
+            )
         estimates = advantages(rollout)
-        metrics = describe(jax.tree.map(lambda *x: np.concatenate(x), *drawn))
+        metrics = describe(everything)
         metrics |= {'rollout/rounds': float(len(drawn)), 'rollout/kept': min(count / rows, 1.0)}
         return Collected(to_batch(rollout, *estimates), rollout, metrics)
 

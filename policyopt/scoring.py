@@ -48,6 +48,7 @@ __all__ = [
     'score_hidden',
     'support_logp_entropy',
     'token_logp_entropy',
+    'token_values',
 ]
 
 
@@ -179,28 +180,20 @@ def score_hidden(
     )
     static = Static(entropy, model.config.lax_precision)
     logp, spread = score_rows(static, rows, head, allowed if support is None else None)
-    values = _values(model, params, hidden, active) if model.config.value_head else None
+    values = token_values(model, params, hidden, active) if model.config.value_head else None
     return Scores(logp_new=put(logp), entropy=put(spread) if entropy else None, values=values)
 
 
-def _values(model: Any, params: Any, hidden: Array, active: Array) -> Array:
-    """Critic's values [B,T] of the states before active [B,T] tokens, 0 elsewhere."""
+def token_values(model: Any, params: Any, hidden: Array, mask: Array) -> Array:
+    """Value of the state before each token is drawn: [B,T], from hidden[t-1]; 0 off the mask.
+
+    What stands in states that predict no token of the mask, NaN included, reaches no gradient.
+    """
+    chex.assert_equal_shape_prefix([hidden, mask], 2)
+    active = (jnp.asarray(mask) != 0).at[:, 0].set(False)
     # Unused states leave before the matmul: NaN x 0 would reach the value head's gradient.
-    before = jnp.roll(active, -1, axis=1)  # active[:, 0] is False
-    states = masked.select(before[:, :, None], hidden)
+    states = masked.select(jnp.roll(active, -1, axis=1)[:, :, None], hidden)
     return masked.select(active, jnp.roll(model.value(params, states), 1, axis=1))
-
-
-def _batch_shards(rows: int, rules: sharding.Rules) -> int:
-    """Over how many devices of the ambient mesh the rules split this many rows."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    spec = sharding.partition_spec(('batch',), rules, mesh)
-    names = spec[0] if len(spec) else ()
-    names = (names,) if isinstance(names, str) else tuple(names or ())
-    shards = math.prod(dict(mesh.shape)[name] for name in names)
-    return 1 if rows % shards else shards
 
 
 def _compaction(
@@ -214,7 +207,8 @@ def _compaction(
     chunk holds the same number of positions of each device.
     """
     height, width = active.shape
-    shards = _batch_shards(height, rules)
+    shards = sharding.batch_shards(rules)
+    shards = 1 if height % shards else shards
     each = height * width // shards
     size = min(max(size // shards, 1), each)
     chunks = -(-each // size)

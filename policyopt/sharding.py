@@ -190,3 +190,12 @@ def constrain(x: jax.Array, axes: Sequence[str | None], rules: Rules = DEFAULT_R
         return x
     spec = mesh_spec(axes, x.shape, rules)
     return jax.lax.with_sharding_constraint(x, PartitionSpec() if spec is None else spec)
+
+
+def batch_shards(rules: Rules = DEFAULT_RULES) -> int:
+    """Over how many devices of the ambient mesh the rules split rows; 1 without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    spec = partition_spec(('batch',), rules, mesh)
+    return _split(spec[0], dict(mesh.shape)) if len(spec) else 1

@@ -121,7 +121,7 @@ def init(bound: Binding, params: Any, key: Array, critic: Any = None) -> TrainSt
         opt_state=opt_state,
         controllers=controllers_lib.init(bound.algorithm.controllers),
         step=jnp.zeros((), jnp.int32),
-        key=key,
+        key=jnp.copy(key),
         ema=ema,
         critic=None if side is None else CriticState(params=both.critic, opt_state=side),
     )

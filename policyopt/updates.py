@@ -188,7 +188,7 @@ def natural_update(bound: Binding, parts: int) -> Callable[..., Any]:
         _, (found, logp_new) = jax.lax.scan(
             lambda _, part: (None, looked(state.params, part)[1]), None, pieces
         )
-        found = microbatches_lib.total(found, parts)
+        found = microbatches_lib.total(found)
         params, metrics = bound.algorithm.update.step(  # type: ignore[misc]
             state.params,
             summed(lambda params, part: looked(params, part)[0], pieces),

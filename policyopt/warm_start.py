@@ -44,7 +44,7 @@ def warm_start(setup: Setup, params: Any, records: Path) -> tuple[Any, int]:
         for step in range(1, c.max_steps + 1):
             batch = data.supervised(next(source), setup.model.tokenizer, setup.width)
             state, found, _ = learner.update(state, batch)
-            if step % c.every:
+            if step % c.every and step < c.max_steps:
                 continue
             accuracy = evaluate.held_out(setup, state.params)
             values = {'loss': float(found['loss'].value), 'held_out': accuracy.value}

@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import policyopt as po
-from policyopt import batches, metrics, recipe, settings, train
+from policyopt import batches, evaluate, metrics, recipe, rollout, settings, train
 from policyopt.models.tokenizer import Tokenizer as Saved
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -161,7 +162,10 @@ def given(tmp_path_factory):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_recipe_can_start_on_a_model_and_a_file(name, given):
-    setup = recipe.prepare(get_config(name, given))
+    config = get_config(name, given)
+    config['rollout']['prompts'] = min(config['rollout']['prompts'], 512)  # the file has 1000
+    config['microbatches'] = min(config['microbatches'], 8)
+    setup = recipe.prepare(config)
     assert setup.config.algorithm == f'policyopt.algorithms.{name}'
     assert len(setup.task.held_out) == 64 and setup.model.config.moe.experts == 8
     own = setup.config.critic is not None and setup.config.critic.own
@@ -266,6 +270,59 @@ def run(config, workdir):
     return stages, rows
 
 
+def watch(monkeypatch):
+    """Calls of a run in order, [(name, what it was given or, for adapt, made)], as numpy arrays."""
+    calls = []
+    make_learner, make_collector = recipe.make_learner, rollout.make_collector
+    held_out = evaluate.held_out
+
+    def collector(*args, **kw):
+        inner = make_collector(*args, **kw)
+
+        def collect(state, reference, source, key, version=0):
+            seen = dict(policy=state.params, reference=reference, version=version)
+            calls.append(('collect', jax.device_get(seen)))
+            return inner(state, reference, source, key, version=version)
+
+        return collect
+
+    def learner(setup):
+        inner = make_learner(setup)
+
+        def recompute(params, batch):
+            made = inner.recompute(params, batch)
+            calls.append(('recompute', np.asarray(made.logp_old)))
+            return made
+
+        def update(state, batch):
+            calls.append(('update', np.asarray(batch.logp_old)))
+            return inner.update(state, batch)
+
+        def adapt(state, found):
+            made = inner.adapt(state, found)
+            calls.append(('adapt', jax.device_get(made.ema)))
+            return made
+
+        return inner._replace(recompute=recompute, update=update, adapt=adapt)
+
+    def accuracy(setup, params):
+        calls.append(('evaluate', jax.device_get(params)))
+        return held_out(setup, params)
+
+    monkeypatch.setattr(recipe, 'make_learner', learner)
+    monkeypatch.setattr(rollout, 'make_collector', collector)
+    monkeypatch.setattr(evaluate, 'held_out', accuracy)
+    return calls
+
+
+def given_to(calls, name):
+    return [what for called, what in calls if called == name]
+
+
+def same(a, b):
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
 def lock_step(config):
     """The config with the plain sampler and one microbatch, which compile fastest."""
     config['rollout'] |= dict(engine=None, chunks=1)
@@ -273,21 +330,31 @@ def lock_step(config):
     return config
 
 
-def test_toy_of_deepseek_v32(tmp_path):
+def test_toy_of_deepseek_v32(tmp_path, monkeypatch):
     """Experts, both replays, a reference with syncs, the engine, chunks and length buckets."""
     config = get_config('deepseek_v32')
     assert config['rollout']['chunks'] == 2 and config['reference_every'] == 1
+    calls = watch(monkeypatch)
     stages, rows = run(config, tmp_path)
+    one, two = given_to(calls, 'collect')
+    assert (one['version'], two['version']) == (0, 1)
+    assert same(one['reference'], one['policy']) and same(two['reference'], two['policy'])
+    assert not same(one['policy'], two['policy'])
     first = stages['rl'][0]
     assert first['moe/replayed'] > 0.5 and first['kl_reference/k3'] >= 0
     ratio = np.abs(rows['logp_new'] - rows['logp_old'])[rows['mask'] > 0]
     assert np.median(ratio) < 0.1 and ratio.max() > 1e-5
 
 
-def test_toy_of_minirl(tmp_path):
+def test_toy_of_minirl(tmp_path, monkeypatch):
     """Experts that the trainer chose itself are replayed, against recomputed log-probs."""
     config = lock_step(get_config('minirl'))
+    calls = watch(monkeypatch)
     stages, rows = run(config, tmp_path)
+    # Recomputed before the first update, once for each minibatch, and then fixed.
+    step = ['collect', 'recompute', 'recompute', 'update', 'update', 'adapt', 'evaluate']
+    assert [name for name, _ in calls][-2 * len(step) :] == step * 2
+    assert same(given_to(calls, 'update'), given_to(calls, 'recompute'))
     assert stages['rl'][0]['moe/replayed'] > 0.5
     chosen = rows['mask'] > 0
     np.testing.assert_allclose(rows['logp_old'][chosen], rows['logp_behavior'][chosen], atol=2e-5)
@@ -298,18 +365,25 @@ def test_toy_of_minirl(tmp_path):
 
 def test_toy_of_vapo(tmp_path):
     """A critic of its own, pretrained; decoupled GAE; NLL of right answers."""
-    stages, _ = run(lock_step(get_config('vapo')), tmp_path)
+    config = lock_step(get_config('vapo'))
+    # Whatever two steps say has settled.
+    config['critic']['pretrain'] = dict(max_steps=3, window=1, looks=1, tolerance=1e9)
+    stages, _ = run(config, tmp_path)
     assert len(stages['value_pretraining']) == 2
     assert stages['value_pretraining'][0]['value/loss'] > 0
     assert 'value/explained_variance' in stages['rl'][0]
 
 
-def test_toy_of_ppo_penalty_with_a_moving_average(tmp_path):
+def test_toy_of_ppo_penalty_with_a_moving_average(tmp_path, monkeypatch):
     """The critic on the policy's trunk, several passes, a controller, averaged parameters."""
     config = get_config('ppo_penalty') | dict(ema=0.5)
+    calls = watch(monkeypatch)
     stages, _ = run(config, tmp_path)
     betas = [r['controller/beta'] for r in stages['rl']]
     assert betas[0] == 1 and betas[1] in (0.5, 1, 2)
+    averages = given_to(calls, 'adapt')  # once per rollout
+    assert len(averages) == 2 and same(given_to(calls, 'evaluate')[-2:], averages)
+    assert not same(averages[0], given_to(calls, 'collect')[1]['policy'])
     assert 'value/explained_variance' in stages['rl'][0] and not stages['value_pretraining']
 
 

@@ -96,6 +96,18 @@ def test_microbatches_change_nothing():
                 assert float(metric.count) == float(split[name].count)
 
 
+def test_a_program_does_not_grow_with_the_number_of_microbatches():
+    model, batch = Running(), random_batch(rows=16)
+    sizes = []
+    for parts in (2, 16):
+        learner = learner_lib.make_learner(
+            model, po.algorithms.reinforce(), optax.sgd(1.0), microbatches=parts
+        )
+        text = learner.update.lower(fresh(learner, model.init()), batch).as_text()
+        sizes.append(len(text.splitlines()))
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+
+
 def test_split_that_does_not_divide_is_an_error(model, params, batch):
     learner = learner_lib.make_learner(
         model, po.algorithms.reinforce(), optax.sgd(1.0), microbatches=3
@@ -141,11 +153,13 @@ def test_controllers_move_with_the_metrics():
     params = model.init()
     batch = on_policy(model, params, random_batch())
     learner = learner_lib.make_learner(model, po.algorithms.ppo_penalty(beta=1.0), optax.sgd(0.1))
-    state = fresh(learner, params)
+    key = jax.random.key(1)
+    state = learner.init(jax.tree.map(jnp.array, params), key)
     assert float(state.controllers['beta']) == 1
     given = jax.tree.leaves(state.params)
     state, metrics, _ = learner.update(state, batch)
     assert all(leaf.is_deleted() for leaf in given)
+    jax.random.split(key)  # the caller's own
     assert float(metrics['controller/beta'].value) == 1
     assert float(state.controllers['beta']) == 1
     state = learner.adapt(state, metrics)

@@ -123,11 +123,11 @@ def test_a_parameter_that_does_not_divide_is_named(case):
 
 def test_rows_of_a_bucket_follow_the_devices(case):
     _, _, _, mesh, _, _ = case
-    assert microbatches.shards(sharding.DEFAULT_RULES) == 1
+    assert sharding.batch_shards(sharding.DEFAULT_RULES) == 1
     with jax.set_mesh(mesh):
-        assert microbatches.shards(sharding.DEFAULT_RULES) == 2
+        assert sharding.batch_shards(sharding.DEFAULT_RULES) == 2
     with jax.set_mesh(sharding.make_mesh()):
-        assert microbatches.shards(sharding.DEFAULT_RULES) == 8
+        assert sharding.batch_shards(sharding.DEFAULT_RULES) == 8
         x = jax.jit(lambda x: microbatches.split(x, 2, sharding.DEFAULT_RULES))(jnp.ones((16, 3)))
         assert tuple(x.sharding.spec) == (None, 'data')
 

@@ -144,6 +144,15 @@ def test_tiny_run_of_other_algorithms(name, tmp_path):
             dict(length_buckets=dict(token_budget=64, widths=(8,))),
             'the widest must hold a whole row, 10 tokens',
         ),
+        ('tiny,algorithm=grpo', dict(reference_every=0), r'reference_every must lie in \[1, inf\]'),
+        ('tiny', dict(rollout__prompts=800), 'config.rollout.prompts is 800: a batch of 800 needs'),
+        ('tiny', dict(warm_start__batch=800), 'config.warm_start.batch is 800: a batch of 800'),
+        ('tiny', dict(task__held_out=0), 'held_out of config.task is 0, but config.warm_start'),
+        (
+            'tiny,algorithm=trpo',
+            dict(optimizer=dict(learning_rate=0.1)),
+            'config.optimizer has no effect: policyopt.algorithms.trpo takes natural-gradient',
+        ),
         ('tiny', dict(tokenizer='ascii', model=dict(path='x')), 'config.model.path brings its own'),
     ],
 )
@@ -204,7 +213,7 @@ def test_earlier_run_is_moved_aside_and_nothing_else_is_touched(tmp_path, capsys
 
 
 def test_warm_start_that_does_not_arrive_says_what_to_change(tmp_path):
-    config = get_config('tiny', warm_start__max_steps=2, warm_start__every=2)
+    config = get_config('tiny', warm_start__max_steps=2, warm_start__every=10)
     config['warm_start']['accuracy'] = (0.9, 1.0)
     with pytest.raises(ValueError, match='after 2 steps of warm start, not 90%: raise'):
         run(config, tmp_path / 'run')

@@ -118,6 +118,23 @@ def test_row_without_a_reward_leaves_the_statistics():
     assert np.asarray(found.batch.mask).any(axis=1).tolist() == [True, False, True]
 
 
+def test_nothing_to_learn_from_is_an_error_that_says_why():
+    for algorithm, rows in ((NO_KL, 8), (po.algorithms.dapo(max_length=3, cache=1), 24)):
+        with pytest.raises(ValueError, match=f'none of {rows} answers got a reward: the judge'):
+            collect(algorithm, cycling(np.nan))
+
+    def nothing(rollout):
+        return dataclasses.replace(rollout, mask=jnp.zeros_like(rollout.mask))
+
+    with pytest.raises(ValueError, match='none of 8 answers has a token to learn from'):
+        collect(NO_KL._replace(shape=nothing), cycling(1, 0))
+
+
+def test_missing_values_are_an_error():
+    with pytest.raises(ValueError, match='reads values, but `values` is None'):
+        collector(po.algorithms.ppo_clip(), cycling(1, 0))
+
+
 @pytest.mark.parametrize('mark', [0, 1])
 def test_equal_rewards_stop_after_the_stated_rounds(mark):
     """Every group has equal rewards: a message that says what to change, never an endless loop."""
@@ -240,6 +257,9 @@ def test_reference_and_critic_are_scored_on_the_taken_tokens():
     np.testing.assert_allclose(
         np.asarray(found.batch.returns)[np.arange(4), last], found.batch.rewards, atol=1e-6
     )
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), reference)
+    with pytest.raises(ValueError, match='row 0, position .*: the reference policy gives'):
+        step(state_of(params), broken, data.batches(ITEMS, 2, seed=0), jax.random.key(0))
 
 
 def test_config_errors():
