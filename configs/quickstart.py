@@ -93,7 +93,7 @@ def get_config(argument=None):
             learning_rate=7e-4,
             warmup_steps=20,
             schedule='linear',
-            decay_steps=c.steps * c.minibatches - 20,
+            decay_steps=c.get_ref('steps') * c.get_ref('minibatches'),  # of overrides, too
             final_fraction=0.1,
         )
     c.ema = 0.98
