@@ -398,12 +398,14 @@ def test_toy_of_dapo(tmp_path):
     assert rows['rewards'][judged].min() < 0
 
 
+@pytest.mark.slow
 def test_toy_of_trpo(tmp_path):
     """The natural-gradient step through the same loop."""
     stages, _ = run(get_config('trpo'), tmp_path)
     assert all(0 <= r['trust_region/kl'] <= 0.011 for r in stages['rl'])
 
 
+@pytest.mark.slow
 def test_toy_of_gspo_step(tmp_path):
     """Ratios of segments."""
     stages, _ = run(lock_step(get_config('gspo_step')), tmp_path)
