@@ -18,7 +18,7 @@ SHORT_ANSWERS = {
 
 
 def get_config(argument=None):
-    """Sums of two numbers with two digits, as in `47+85=` -> `132`.
+    """Sums of two numbers from 0 to 100, as in `47+85=` -> `132`.
 
         make quickstart
         python -m policyopt.train --config=configs/quickstart.py:algorithm=sapo --workdir=runs/sapo
@@ -26,8 +26,8 @@ def get_config(argument=None):
     A mixture of 8 experts, 2 for each token, imitates right answers until it gives 40 to 50 % of
     those it never saw, and then learns by GSPO from its own: groups of 8 answers, of which those
     with equal rewards are drawn anew, sampled from the nucleus of 95 % with support and routing
-    replayed. The clip range of .1 is calibrated for answers of 4 tokens: late in a run it clips a
-    tenth of the wrong answers, where the published 3e-4 would clip half of all
+    replayed. The clip range of .1 is calibrated for answers of 4 tokens: late in a run it clips
+    10 to 20 % of the wrong answers, where the published 3e-4 would clip half of all
     (`python -m policyopt.calibrate WORKDIR`).
 
     The argument is `algorithm=NAME` (any of policyopt.algorithms, or an import path) and

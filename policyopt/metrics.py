@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from rich import console as rich_console
 from rich import progress as rich_progress
+from rich import table as rich_table
 
 from policyopt.types import Metrics, add_metrics
 
@@ -101,13 +102,18 @@ class Display:
         self._first: tuple[int, float] | None = None  # the first step compiles: it says nothing
         self._live: rich_progress.Progress | None = None
         if self._console.is_terminal:
+            whole = rich_table.Column(no_wrap=True)
             self._live = rich_progress.Progress(
-                rich_progress.TextColumn('{task.description}'),
-                rich_progress.BarColumn(bar_width=20),
-                rich_progress.MofNCompleteColumn(),
-                rich_progress.TextColumn('{task.fields[shown]}'),
-                rich_progress.TimeRemainingColumn(),
+                rich_progress.TextColumn('{task.description}', table_column=whole),
+                rich_progress.MofNCompleteColumn(table_column=whole.copy()),
+                rich_progress.TimeRemainingColumn(table_column=whole.copy()),
+                # Last, since a narrow terminal cuts it off.
+                rich_progress.TextColumn(
+                    '{task.fields[shown]}',
+                    table_column=rich_table.Column(no_wrap=True, overflow='ellipsis', ratio=1),
+                ),
                 console=self._console,
+                expand=True,
             )
             self._task = self._live.add_task(title, total=total, shown='')
 
