@@ -18,10 +18,10 @@ $(BIN)/.installed: setup.py
 
 setup: $(BIN)/.installed  ## Create the virtual environment and install everything.
 
-test: setup  ## Fast test suite (under 12 minutes on 2 cores).
+test: setup  ## The fast test suite.
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --durations=15 tests
 
-test-slow: setup  ## The longer tests (under 25 minutes on 2 cores).
+test-slow: setup  ## The longer tests.
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow --durations=15 tests
 
 quickstart: setup  ## The main job: warm start, then GSPO on arithmetic, with accuracy before and after.

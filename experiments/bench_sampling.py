@@ -8,7 +8,7 @@ exponential with this mean, the longest 5 times the mean. Lock-step draws the ro
 many as the engine has slots, in the same order. All runs of one vocabulary, number of slots and mix
 are interleaved and the median of `rounds` counts. The engine fills an eighth of the slots at once
 and shrinks at the end of the queue. `useful` is the share of decode slots that drew a token, `cost`
-what this top-p adds to the engine's time without truncation. On 2 idle cores: 15 minutes.
+what this top-p adds to the engine's time without truncation.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Stop:
         self.asked = True
         if not self._patient:
             print(
-                'SIGTERM: stopped; the same command goes on from the last checkpoint, if any',
+                'SIGTERM: stopped; the same command goes on from a checkpoint, or starts over',
                 flush=True,
             )
             raise SystemExit(0)
