@@ -77,24 +77,24 @@ def get_config(argument=None):
     c.sampling = dict(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, top_p=0.95, support_size=8)
     c.replay = dict(support=True, routing='rollout')
     c.dynamic_sampling = name not in ('dapo', 'magistral')  # they have it by themselves
-    c.rollout = dict(prompts=64, group_size=8, max_rounds=10)
+    c.rollout = dict(prompts=64, group_size=8, max_rounds=4)
     if name == 'dapo':
         c.rollout.wrong = -1.0
     c.router = dict(load_balance=1e-3)
-    c.steps = 350
+    c.steps = 300
     c.epochs = 1
-    c.minibatches = 4
+    c.minibatches = 8
     c.microbatches = 1
     if name == 'trpo':
         c.minibatches = 1  # one natural step on all rows; its line search spends the KL budget
     c.optimizer = dict()
     if name != 'trpo':  # whose natural step has a length of its own
         c.optimizer = dict(
-            learning_rate=7e-4,
+            learning_rate=5e-4,
             warmup_steps=20,
             schedule='linear',
             decay_steps=c.get_ref('steps') * c.get_ref('minibatches'),  # of overrides, too
-            final_fraction=0.1,
+            final_fraction=0.3,
         )
     c.ema = 0.98
     c.evaluation = dict(every=25, batch=512, temperature=0.0, samples=8)

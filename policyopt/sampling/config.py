@@ -188,7 +188,8 @@ class EngineConfig:
       refill: free slots that prompts wait for while other rows decode, so that one call fills them.
       min_slots: where few rows decode, as at the end of a queue, the batch shrinks to a quarter, a
         sixteenth, ..., of the slots, to this many at least. None: it does not.
-      prefill_rows: prompts in one prefill where so many wait and have a slot, else one alone.
+      prefill_rows: prompts in one prefill where so many wait, else one alone; their caches are kept
+        beside the slots until they have one.
       prefill_width: shortest prefill; wider ones are this times a power of two.
       bucket: shortest stretch of the cache that attention reads; longer ones are this times a power
         of two.

@@ -199,7 +199,7 @@ class Engine:
         """Fill free slots from the queue; a row that ends with its first token frees its own."""
         while free := self._open():
             if self._waiting[0].prefix_key() not in self._prefixes:
-                self._prefill(params, free)
+                self._prefill(params)
             prefix = self._prefixes[self._waiting[0].prefix_key()][0]
             rows: list[Row] = []
             source: list[int] = []
@@ -222,16 +222,21 @@ class Engine:
         wanted = min(self._engine.refill, len(self._waiting))
         return free if wanted and (free >= wanted or not self._table.active().any()) else 0
 
-    def _prefill(self, params: Any, free: int) -> None:
-        """Run the prompt at the head of the queue, with others of its bucket that have a slot."""
+    def _prefill(self, params: Any) -> None:
+        """Run the prompt at the head of the queue with those after it that share its bucket.
+
+        They may have to wait for a slot: prompts cost much less together than one at a time.
+        """
+        together = self._engine.prefill_rows
         bucket = self._table.prefill_bucket(self._waiting[0].length)
         new: dict[tuple, Row] = {}
-        for row in list(self._waiting)[:free]:
+        for row in self._waiting:
             key = row.prefix_key()
-            if self._table.prefill_bucket(row.length) == bucket and key not in self._prefixes:
+            if self._table.prefill_bucket(row.length) != bucket or len(new) == together:
+                break
+            if key not in self._prefixes:
                 new.setdefault(key, row)
         # Two shapes, so that little is compiled and nothing is padded.
-        together = self._engine.prefill_rows
         keys = list(new)[: together if len(new) >= together else 1]
         prefix = self._table.prefill(params, [new[key] for key in keys])
         self._prefixes |= {key: (prefix, i) for i, key in enumerate(keys)}
