@@ -93,6 +93,36 @@ def test_tiny_run_of_other_algorithms(name, tmp_path):
     check_run(result, tmp_path / 'run', config)
 
 
+SMALL = dict(
+    task__held_out=256,
+    model__embed_dim=64,
+    model__expert_dim=64,
+    warm_start__optimizer__learning_rate=3e-3,
+    steps=150,
+    optimizer__decay_steps=150 * 8,
+    evaluation__every=50,
+    checkpoint__every=150,
+)
+
+
+@pytest.mark.slow
+def test_a_small_quickstart_gains_ten_points(tmp_path):
+    """The main job with a tenth of the parameters; 22 points when it was written."""
+    config = tmp_path / 'config.json'
+    config.write_text(json.dumps(get_config(None, **SMALL)))
+    script = (
+        'import json, pathlib, sys; from policyopt import train; work = pathlib.Path(sys.argv[2]);'
+        'train.run(train.start(json.loads(pathlib.Path(sys.argv[1]).read_text()), work), work)'
+    )
+    # One device, with the compiler's optimisations, as a user's run has them.
+    environment = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+    command = [sys.executable, '-c', script, str(config), str(tmp_path / 'run')]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    result = metrics.read(tmp_path / 'run' / 'metrics.jsonl')[-1]
+    assert 0.4 <= result['before'] <= 0.55
+    assert result['after'] - result['before'] >= 0.1
+
+
 @pytest.mark.parametrize(
     ('argument', 'changes', 'message'),
     [
