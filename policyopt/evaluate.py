@@ -244,6 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(job, done)
         if job.out is not None:
             write(job, done, job.out)
+    except KeyboardInterrupt:
+        print('interrupted; nothing is written', file=sys.stderr)
+        return 130
     except RowErrors as error:
         print(f'error: an answer could not be drawn: {error}', file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
@@ -121,7 +122,7 @@ class Quiz(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _info(self):
         text = tfds.features.Text()
-        features = dict(question=text, answer=tfds.features.Scalar('int64'), note=text)
+        features = dict(question=text, answer=tfds.features.Scalar(np.int64), note=text)
         return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
     def _split_generators(self, dl_manager):
