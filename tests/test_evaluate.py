@@ -13,6 +13,7 @@ from policyopt.checkpoint import CheckpointError
 from policyopt.sampling import EngineConfig, Finish, RowErrors, SamplingConfig
 from tests.bigram import Bigram, Config, noise
 from tests.runs import CONFIG, finished_run  # noqa: F401, a fixture
+from tests.test_quickstart import run as train_run
 
 TOKENIZER = data.arithmetic_tokenizer()
 
@@ -144,18 +145,25 @@ def options(*flags):
     return given
 
 
+def check_records(workdir):
+    """Every checkpoint gives the greedy accuracy, and interval, that the run wrote down."""
+    records = [r for r in metrics.read(workdir / 'metrics.jsonl') if r['stage'] == 'evaluation']
+    assert [r['step'] for r in records] == [0, 1, 2] and records[0]['held_out'] > 0
+    for record in records:
+        done = run(f'--workdir={workdir}', '--step', record['step'], '--slots=16')
+        assert done.found['all']['avg@1'] == (record['held_out'], record['low'], record['high'])
+        assert done.policy.origin['params'] == 'ema'
+        assert done.policy.origin['step'] == record['step']
+
+
+@pytest.mark.slow
+def test_records_of_a_trained_run_again(tmp_path):
+    train_run(CONFIG, tmp_path / 'run')
+    check_records(tmp_path / 'run')
+
+
 def test_a_runs_own_records_again(finished_run, tmp_path, capsys):  # noqa: F811
-    """Every checkpoint gives the greedy accuracy that the run wrote down; several answers too."""
-    records = metrics.read(finished_run / 'metrics.jsonl')
-    wanted = {r['step']: r['held_out'] for r in records if r['stage'] == 'evaluation'}
-    assert sorted(wanted) == [0, 1, 2] and max(wanted.values()) > 0
-    for step, value in wanted.items():
-        done = run(f'--workdir={finished_run}', '--step', step)
-        assert done.found['all']['avg@1'].value == value
-        assert done.policy.origin['params'] == 'ema' and done.policy.origin['step'] == step
-    low, high = done.found['all']['avg@1'][1:]
-    last = [r for r in records if r['stage'] == 'evaluation'][-1]
-    assert (low, high) == (last['low'], last['high'])
+    check_records(finished_run)
     flags = [finished_run, '--k=1,2,4', '--slots=16', '--seed=3']
     assert evaluate.main([*map(str, flags), f'--out={tmp_path / "a"}']) == 0
     printed = capsys.readouterr().out
@@ -173,18 +181,17 @@ def test_a_runs_own_records_again(finished_run, tmp_path, capsys):  # noqa: F811
     cut = [line['finish'] == 'length' for line in lines]
     assert said['truncated'] == np.mean(cut)
     assert (tmp_path / 'a' / 'pass_at_k.png').read_bytes()[:4] == b'\x89PNG'
-    other = run(finished_run, '--params=params', '--limit=3', '--split=train')
-    assert other.policy.origin['params'] == 'params' and len(other.items) == 3
     assert not any(path.name == 'damaged' for path in finished_run.iterdir())
 
 
 def test_other_problems_and_each_task_by_itself(finished_run, tmp_path):  # noqa: F811
     path = tmp_path / 'sums.jsonl'
-    path.write_text(''.join(f'{{"q": "{i}+1=", "answer": {i + 1}}}\n' for i in range(5)))
-    done = run(finished_run, f'--data={path}', '--prompt_field=q', '--slots=16')
-    assert [item.prompt for item in done.items] == [f'{i}+1=' for i in range(5)]
+    path.write_text(''.join(f'{{"q": "{i}+1=", "answer": {i + 1}}}\n' for i in range(8)))
+    done = run(finished_run, f'--data={path}', '--prompt_field=q', '--slots=16', '--params=params')
+    assert [item.prompt for item in done.items] == [f'{i}+1=' for i in range(8)]
+    assert done.policy.origin['params'] == 'params'
     assert list(done.found) == ['all']
-    job = evaluate.plan(options(finished_run))
+    job = evaluate.plan(options(finished_run, '--slots=16', '--split=train'))
     config = json.loads((finished_run / 'config.json').read_text())
     config['tasks'] = dict(a=config['task'], b=config.pop('task') | dict(seed=5, held_out=8))
     config['tasks']['b']['kw'] = config['tasks']['b']['kw'] | dict(operators=['+', '-'])
