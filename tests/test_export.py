@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import tokenizers
 
 from policyopt import data, evaluate, export, models, policy, recipe, reinforce, stopping
@@ -182,6 +183,12 @@ def test_a_run_that_started_from_a_folder(family, tmp_path):
     same(params, wanted)  # the critic's value head is left out
     assert model.config == dataclasses.replace(began.config, pad_id=0)
     assert model.tokenizer.chat_template == TEMPLATE
+    # Tensors as the reference implementation wrote them: names, types and bits.
+    files = [
+        safetensors.numpy.load_file(f / 'model.safetensors') for f in (tmp_path / 'out', folder)
+    ]
+    assert list(files[0]) == list(files[1])
+    same(*files)
     kept = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'merges.txt')
     for name in (*kept, 'generation_config.json'):
         assert (tmp_path / 'out' / name).read_bytes() == (folder / name).read_bytes()
@@ -204,26 +211,29 @@ def test_export_in_the_reference_implementation(family, tmp_path):
     workdir = run_of(start(family, tmp_path / 'start'), tmp_path / 'run')
     done = export.export(workdir, tmp_path / 'out')
     load = transformers.AutoModelForCausalLM.from_pretrained
-    theirs, info = load(str(tmp_path / 'out'), dtype=torch.float32, output_loading_info=True)
+    theirs, info = load(str(tmp_path / 'out'), output_loading_info=True)
     assert not any(info[name] for name in ('missing_keys', 'unexpected_keys', 'mismatched_keys'))
+    theirs = theirs.float().eval()
     reader = transformers.AutoTokenizer.from_pretrained(str(tmp_path / 'out'))
     prompt = 'What is 12+3?\n'
     ids = reader(prompt, add_special_tokens=False)['input_ids']
     assert ids == done.model.tokenizer.encode(prompt)
     assert reader.chat_template == TEMPLATE
     assert (reader.pad_token_id, reader.eos_token_id) == (0, 1)
-    tokens = np.random.default_rng(0).integers(3, 98, (2, 24))
-    with torch.no_grad():
-        expected = theirs.eval()(torch.tensor(tokens)).logits.numpy()
     apply = jax.jit(done.model.apply)
-    found = np.asarray(apply(done.params, jnp.asarray(tokens)).logits)
+
+    def logits(rows):
+        with torch.no_grad():
+            expected = theirs(torch.tensor(rows)).logits.numpy()
+        padded = np.zeros((2, 24), np.int32)
+        padded[: len(rows), : len(rows[0])] = rows
+        found = np.asarray(apply(done.params, padded).logits)[: len(rows), : len(rows[0])]
+        return found, expected
+
+    found, expected = logits(np.random.default_rng(0).integers(3, 98, (2, 24)).tolist())
     np.testing.assert_allclose(found, expected, atol=5e-6)
     row = list(ids)
-    for _ in range(24 - len(ids)):
-        padded = np.zeros((2, 24), np.int32)
-        padded[0, : len(row)] = row
-        logits = apply(done.params, padded).logits[0, len(row) - 1]
-        row.append(int(jnp.argmax(logits)))
-    settings = dict(max_new_tokens=24 - len(ids), do_sample=False, eos_token_id=None)
-    text = theirs.generate(torch.tensor([ids]), **settings, pad_token_id=0)
-    assert text[0].tolist() == row
+    while len(row) < 24:
+        found, expected = logits([row])
+        assert found[0, -1].argmax() == expected[0, -1].argmax()
+        row.append(int(found[0, -1].argmax()))
