@@ -187,7 +187,6 @@ def test_a_run_that_started_from_a_folder(family, tmp_path):
     files = [
         safetensors.numpy.load_file(f / 'model.safetensors') for f in (tmp_path / 'out', folder)
     ]
-    assert list(files[0]) == list(files[1])
     same(*files)
     kept = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'merges.txt')
     for name in (*kept, 'generation_config.json'):
