@@ -126,7 +126,7 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """The tree with the numbers of its keys in their place."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
 
@@ -214,7 +214,7 @@ class Checkpoints:
         if progress.step in self.steps():
             return
         self._last = progress.step
-        arrays = _plain({'train': train, 'reference': reference})
+        arrays = plain({'train': train, 'reference': reference})
         meta = {
             'config': self._config,
             'progress': progress._asdict(),
@@ -310,7 +310,10 @@ class Checkpoints:
     def _arrays(self, step: int, meta: Mapping[str, Any], like: Any) -> tuple[Any, Any]:
         """Arrays of a checkpoint, compared with its fingerprint."""
         names = ('train', 'reference')
-        wanted = _abstract(_plain(dict(zip(names, like, strict=True))))
+        arrays = self._read(step, meta, _abstract(plain(dict(zip(names, like, strict=True)))))
+        return _like(tuple(arrays[name] for name in names), like)
+
+    def _read(self, step: int, meta: Mapping[str, Any], wanted: Any) -> Any:
         try:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
             arrays = self._manager.restore(step, args=args)['state']
@@ -319,7 +322,7 @@ class Checkpoints:
         kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (arrays, wanted)]
         if kinds[0] != kinds[1] or fingerprint(arrays) != meta['fingerprint']:
             raise _Damaged('its arrays are not those that were saved')
-        return _like(tuple(arrays[name] for name in names), like)
+        return arrays
 
     def _set_aside(self, steps: list[int]) -> None:
         """Move checkpoints out of the way of those to come."""
@@ -345,7 +348,7 @@ def _sweep(folder: Path) -> None:
             time.sleep(0.05)  # threads of a failed save may still write
 
 
-class _Damaged(Exception):
+class _Damaged(CheckpointError):
     """A checkpoint that is not used; why."""
 
 

@@ -1,19 +1,36 @@
-"""Held-out accuracy of a policy, with an interval that says how far to trust it."""
+"""How good a policy is: accuracy, pass@k and majority votes, with intervals.
+
+    python -m policyopt.evaluate runs/quickstart
+    python -m policyopt.evaluate runs/quickstart --step=100 --k=1,4,16
+    python -m policyopt.evaluate MODEL --data=FILE.jsonl --k=1,8 --samples=32 --out=results
+
+A run is evaluated on its own held-out problems, or on any others with --data.
+"""
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from policyopt.data import Item
+from policyopt import answers as answers_lib
+from policyopt import at_k, policy, rewards
+from policyopt.answers import Answers
+from policyopt.at_k import wilson
+from policyopt.data import Item, benchmark
+from policyopt.evaluate_plan import Plan, parser, plan
 from policyopt.recipe import Setup
-from policyopt.rewards import Judge, guarded
-from policyopt.rollout import answers_of
-from policyopt.sampling import SamplingConfig, pad_prompts, sample
+from policyopt.rewards import Judge
+from policyopt.sampling import Finish, RowErrors, SamplingConfig
+from policyopt.sampling.config import check_config
+
+SUMMARY, SAMPLES, CURVE = 'evaluation.json', 'samples.jsonl', 'pass_at_k.png'
 
 
 class Accuracy(NamedTuple):
@@ -44,17 +61,6 @@ class Accuracy(NamedTuple):
         return f'{self.value:.1%} ({low:.1%} to {high:.1%}, {self.correct} of {self.total})'
 
 
-def wilson(correct: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson score interval of a proportion, at z standard normal deviates; (0, 1) for total 0."""
-    if total == 0:
-        return 0.0, 1.0
-    share = correct / total
-    centre = share + z**2 / (2 * total)
-    spread = z * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    scale = 1 + z**2 / total
-    return max((centre - spread) / scale, 0.0), min((centre + spread) / scale, 1.0)
-
-
 def accuracy(
     model: Any,
     params: Any,
@@ -66,30 +72,14 @@ def accuracy(
     prompt_width: int,
     batch: int,
 ) -> Accuracy:
-    """Answer every item once and judge the answers.
+    """Answer every item once and judge the answers; arguments as of `answers.draw`.
 
-    The last batch is filled up with the first items, so that all have one shape; fillers and
-    answers without a reward do not count as correct.
-
-    Args:
-      model: a `policyopt.models` model with a tokenizer.
-      params: its parameters.
-      items: problems.
-      judge: gives 1 for a correct answer.
-      key: a typed key; unused noise at temperature 0.
-      config: how answers are drawn.
-      prompt_width: width that prompts are padded to.
-      batch: rows sampled at once.
+    Answers without a reward do not count as correct.
     """
-    answers: list[str] = []
-    for number, start in enumerate(range(0, len(items), batch)):
-        rows = [items[(start + i) % len(items)] for i in range(batch)]
-        prompts = pad_prompts([item.ids for item in rows], prompt_width)
-        rollout = sample(model, params, prompts, jax.random.fold_in(key, number), config)
-        answers += answers_of(rollout, model.tokenizer)
-    answers = answers[: len(items)]
-    rewards = guarded(judge)(answers, [item.entry for item in items])
-    return Accuracy(int(np.sum(rewards == 1)), len(items), tuple(answers))
+    found = answers_lib.draw(
+        model, params, items, judge, key, config, prompt_width=prompt_width, batch=batch
+    )
+    return Accuracy(int(found.correct.sum()), len(items), tuple(text for (text,) in found.texts))
 
 
 def held_out(setup: Setup, params: Any) -> Accuracy:
@@ -105,3 +95,166 @@ def held_out(setup: Setup, params: Any) -> Accuracy:
         prompt_width=setup.task.prompt_width,
         batch=c.evaluation.batch,
     )
+
+
+# ============================================================================ several answers
+
+
+class Evaluated(NamedTuple):
+    """What came out.
+
+    Attributes:
+      policy: what was evaluated.
+      items, answers, votes: problems, answers to them, and the vote class of each answer.
+      found: task ('all' for all of them) -> name -> figure.
+    """
+
+    policy: policy.Policy
+    items: list[Item]
+    answers: Answers
+    votes: list[list[int]]
+    found: dict[str, dict[str, at_k.Figure]]
+
+
+def run(job: Plan) -> Evaluated:
+    """Load, answer, judge, sum up."""
+    which = policy.load(job.source, job.step, job.which, problems=job.problems is None)
+    model = which.model
+    check_config(model, job.sampling)
+    if job.problems is None:
+        assert which.setup is not None
+        task, judge = which.setup.task, which.setup.judge
+        sides = {'held_out': [task.held_out], 'train': [task.train]}
+        items = [i for side in sides.get(job.split, [task.held_out, task.train]) for i in side]
+        score = task.score
+    else:
+        room = model.config.max_length - job.sampling.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f'max_new_tokens is {job.sampling.max_new_tokens}; the model has room for '
+                f'{model.config.max_length} tokens, prompt and answer'
+            )
+        score = job.problems.score
+        judge = rewards.graded(score)
+        items = benchmark.items(job.problems, model.tokenizer, room, job.on_bad_row)
+    items = _limited(items, job.limit)
+    if not items:
+        raise ValueError(f'there is no problem in split {job.split!r}')
+    print(f'{which}: {len(items)} problems, {job.samples} answers to each', flush=True)
+    answers = answers_lib.draw(
+        model,
+        which.params,
+        items,
+        judge,
+        jax.random.key(job.seed),
+        job.sampling,
+        samples=job.samples,
+        prompt_width=max(len(item.ids) for item in items),
+        engine=job.engine,
+        title='answers',
+    )
+    votes = [
+        answers_lib.vote_classes(texts, right.tolist(), item.entry, score)
+        for item, texts, right in zip(items, answers.texts, answers.correct, strict=True)
+    ]
+    groups = {'all': np.arange(len(items))}
+    tasks = dict.fromkeys(item.task for item in items)
+    if len(tasks) > 1:
+        names = np.array([item.task for item in items])
+        groups |= {task: np.flatnonzero(names == task) for task in tasks}
+    found = {
+        name: at_k.summary(answers.correct[rows], [votes[i] for i in rows], job.ks, job.seed)
+        for name, rows in groups.items()
+    }
+    return Evaluated(which, items, answers, votes, found)
+
+
+def _limited(items: Sequence[Item], limit: int | None) -> list[Item]:
+    """The first `limit` items of each task."""
+    kept: list[Item] = []
+    counts: dict[str, int] = {}
+    for item in items:
+        counts[item.task] = counts.get(item.task, 0) + 1
+        if limit is None or counts[item.task] <= limit:
+            kept.append(item)
+    return kept
+
+
+def describe(job: Plan, done: Evaluated) -> dict[str, Any]:
+    """What evaluation.json holds; all but `timing` is the same for the same seed."""
+    answers = done.answers
+    tokens = int(answers.tokens.sum())
+    return {
+        'policy': done.policy.origin,
+        'data': job.problems.title if job.problems else 'own',
+        'split': job.split,
+        'problems': len(done.items),
+        'samples': job.samples,
+        'seed': job.seed,
+        'sampling': dataclasses.asdict(job.sampling),
+        'results': {
+            task: {name: figure._asdict() for name, figure in figures.items()}
+            for task, figures in done.found.items()
+        },
+        'truncated': float((answers.finish == Finish.LENGTH).mean()),
+        'not_judged': float(np.isnan(answers.marks).mean()),
+        'tokens': tokens,
+        'timing': {'seconds': answers.seconds, 'tokens_per_second': tokens / answers.seconds},
+    }
+
+
+def show(job: Plan, done: Evaluated) -> None:
+    """Print the figures as a table, a column for each task."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title='with 95 % intervals', title_justify='left')
+    table.add_column('')
+    for task in done.found:
+        table.add_column(task, justify='right')
+    for name in done.found['all']:
+        table.add_row(name, *(str(figures[name]) for figures in done.found.values()))
+    Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True).print(table)
+    said = describe(job, done)
+    print(
+        f'{said["problems"]} problems x {said["samples"]} answers, '
+        f'{said["tokens"] / done.answers.tokens.size:.1f} tokens each, {said["truncated"]:.1%} cut '
+        f'off at {job.sampling.max_new_tokens}, {said["not_judged"]:.1%} not judged; '
+        f'{said["timing"]["tokens_per_second"]:,.0f} tokens/s, compilation included'
+    )
+
+
+def write(job: Plan, done: Evaluated, out: Path) -> None:
+    """Write summary, samples and figure."""
+    out.mkdir(parents=True, exist_ok=True)
+    answers_lib.write_samples(out / SAMPLES, done.items, done.answers, done.votes)
+    title = f'{done.policy.origin["path"]}, {len(done.items)} problems'
+    drawn = at_k.draw(out / CURVE, done.answers.correct, done.found['all'], job.seed, title)
+    (out / SUMMARY).write_text(json.dumps(describe(job, done), indent=2, default=str) + '\n')
+    print(f'results: {out}' + ('' if drawn else '; no figure, matplotlib is not installed'))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code, 2 with a message on standard error for bad input."""
+    options = parser().parse_args(argv)
+    options.what = options.what or options.workdir
+    try:
+        job = plan(options)
+        done = run(job)
+        show(job, done)
+        if job.out is not None:
+            write(job, done, job.out)
+    except KeyboardInterrupt:
+        print('interrupted; nothing is written', file=sys.stderr)
+        return 130
+    except RowErrors as error:
+        print(f'error: an answer could not be drawn: {error}', file=sys.stderr)
+        return 1
+    except (ValueError, TypeError, OSError) as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -205,7 +205,7 @@ class Setup(NamedTuple):
       config: as read.
       model: of the policy, and of a critic with its own trunk where the config asks for one.
       params: parameters from a checkpoint; None where they are drawn.
-      task, judge: problems, and what judges answers to them.
+      task, judge: problems, and what judges answers to them; None where they were left out.
       algorithm: as named.
       needed: optional fields that it reads; see rollout.required_fields.
       width: tokens of a row, prompt and answer.
@@ -215,15 +215,17 @@ class Setup(NamedTuple):
     model: Any
     critic_model: Any
     params: Any
-    task: data.Task
-    judge: rewards.Judge
+    task: Any  # data.Task
+    judge: Any  # rewards.Judge
     algorithm: Algorithm
     needed: frozenset[str]
     width: int
 
 
-def prepare(config: Mapping[str, Any]) -> Setup:
+def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     """Check a config and build what it names, before anything is compiled.
+
+    Without `problems`, task and judge are left out (None), for what needs the policy alone.
 
     Raises ValueError or TypeError naming the field, its value, what is legal and, for names, the
     nearest spelling.
@@ -247,6 +249,19 @@ def prepare(config: Mapping[str, Any]) -> Setup:
         )
     own = c.critic is not None and c.critic.own
     model, params = _model(c, value_head=critic and not own)
+    setup = Setup(
+        config=c,
+        model=model,
+        critic_model=_with_value_head(model) if own else None,
+        params=params,
+        task=None,
+        judge=None,
+        algorithm=algorithm,
+        needed=needed,
+        width=0,
+    )
+    if not problems:
+        return setup
     task = data.make_task(c.task or c.tasks, model.tokenizer)
     _check_sizes(c, task)
     if algorithm.update.step is not None and c.optimizer != learner_lib.OptimizerConfig():
@@ -265,17 +280,7 @@ def prepare(config: Mapping[str, Any]) -> Setup:
             f'config.sampling.max_new_tokens is {c.sampling.max_new_tokens}; the longest answer '
             f'with its end of sequence has {task.longest_answer} tokens'
         )
-    setup = Setup(
-        config=c,
-        model=model,
-        critic_model=_with_value_head(model) if own else None,
-        params=params,
-        task=task,
-        judge=rewards.graded(task.score),
-        algorithm=algorithm,
-        needed=needed,
-        width=width,
-    )
+    setup = setup._replace(task=task, judge=rewards.graded(task.score), width=width)
     check_config(model, c.sampling)
     make_learner(setup)  # for its checks: it compiles nothing
     return setup

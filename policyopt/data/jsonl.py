@@ -14,6 +14,7 @@ from typing import Any
 from policyopt import checks
 from policyopt.data.rows import BadRow, Row
 
+NAMES = ('prompt', 'answer')
 _NUMBER = re.compile(r'[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?', re.ASCII)
 
 
@@ -26,12 +27,15 @@ def digest(path: pathlib.Path) -> str:
         raise ValueError(f'task.file {path} cannot be read: {error.strerror}') from error
 
 
-def read(path: pathlib.Path, expected: str) -> Iterator[Row | BadRow]:
+def read(
+    path: pathlib.Path, expected: str, names: tuple[str, str] = NAMES
+) -> Iterator[Row | BadRow]:
     """Rows of the file in order, with line numbers from 1; blank lines are passed over.
 
-    `prompt` is a text that is not blank, `answer` one too, or a number. Other fields become
-    `entry['metadata']`. A prompt that comes again with another answer is bad. Raises ValueError at
-    the end where the contents do not have the digest `expected`: they changed while being read.
+    `names` are those of prompt and answer: the prompt is a text that is not blank, the answer one
+    too, or a number. Other fields become `entry['metadata']`. A prompt that comes again with
+    another answer is bad. Raises ValueError at the end where the contents do not have the digest
+    `expected`: they changed while being read.
     """
     found = hashlib.sha256()
     first: dict[str, tuple[int, str]] = {}
@@ -42,7 +46,7 @@ def read(path: pathlib.Path, expected: str) -> Iterator[Row | BadRow]:
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             if not raw.strip():
                 continue
-            row = parse(line, raw)
+            row = parse(line, raw, names)
             if isinstance(row, Row):
                 known, answer = first.setdefault(row.prompt, (line, row.entry['answer']))
                 if not exact_match(answer, row.entry):
@@ -52,8 +56,8 @@ def read(path: pathlib.Path, expected: str) -> Iterator[Row | BadRow]:
         raise ValueError(f'{path} changed while it was read')
 
 
-def parse(line: int, raw: bytes) -> Row | BadRow:
-    """The problem that a line holds, or why it holds none."""
+def parse(line: int, raw: bytes, names: tuple[str, str] = NAMES) -> Row | BadRow:
+    """The problem that a line holds, with prompt and answer of these names, or why it has none."""
     try:
         values = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -65,7 +69,7 @@ def parse(line: int, raw: bytes) -> Row | BadRow:
     if not isinstance(values, dict):
         return BadRow(line, f'a JSON {type(values).__name__}, not an object')
     fields = {}
-    for name, kinds in (('prompt', (str,)), ('answer', (str, int, float))):
+    for name, kinds in zip(names, ((str,), (str, int, float)), strict=True):
         if name not in values:
             return BadRow(line, f'no field `{name}`.{checks.hint(name, values)}'.rstrip('.'))
         value = values.pop(name)
@@ -77,8 +81,8 @@ def parse(line: int, raw: bytes) -> Row | BadRow:
             return BadRow(line, f'`{name}` is empty')
         if any('\ud800' <= c <= '\udfff' for c in fields[name]):
             return BadRow(line, f'`{name}` has half a surrogate pair, which no UTF-8 can hold')
-    entry = fields | {'metadata': values}
-    return Row(line, fields['prompt'], entry)
+    prompt, answer = (fields[name] for name in names)
+    return Row(line, prompt, {'prompt': prompt, 'answer': answer, 'metadata': values})
 
 
 def _no_constant(name: str) -> None:

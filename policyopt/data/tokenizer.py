@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Iterable
+
+PAD, EOS = '⟨pad⟩', '⟨eos⟩'  # what stands for them in files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,37 @@ class CharTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; padding and end of sequence become nothing."""
         return ''.join(self.characters[i - 2] for i in map(int, ids) if i >= 2)
+
+    def save(self, folder: str | pathlib.Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, as the `tokenizers` package reads them.
+
+        There, texts have the same ids, and a character outside the alphabet is an error, too.
+        Raises ValueError where the alphabet could spell the names of the special ids.
+        """
+        vocab = {PAD: self.pad_id, EOS: self.eos_id}
+        for name in vocab:
+            if set(name) <= set(self.characters):
+                raise ValueError(f'{name!r} is the name of a special id; the alphabet can spell it')
+        special = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+        added = [{'id': i, 'content': t, **special, 'special': True} for t, i in vocab.items()]
+        vocab |= {c: i + 2 for i, c in enumerate(self.characters)}
+        split = {'type': 'Split', 'pattern': {'Regex': r'[\s\S]'}, 'behavior': 'Isolated'}
+        whole = {
+            'version': '1.0',
+            'truncation': None,
+            'padding': None,
+            'added_tokens': added,
+            'normalizer': None,
+            'pre_tokenizer': {**split, 'invert': False},
+            'post_processor': None,
+            'decoder': {'type': 'Fuse'},
+            # The unknown token is in no vocabulary: an unknown character raises.
+            'model': {'type': 'WordLevel', 'vocab': vocab, 'unk_token': '⟨unknown⟩'},
+        }
+        named = {'tokenizer_class': 'PreTrainedTokenizerFast', 'pad_token': PAD, 'eos_token': EOS}
+        for name, content in (('tokenizer.json', whole), ('tokenizer_config.json', named)):
+            text = json.dumps(content, indent=2, ensure_ascii=False) + '\n'
+            (pathlib.Path(folder) / name).write_text(text, encoding='utf-8')
 
 
 def arithmetic_tokenizer() -> CharTokenizer:

@@ -1,0 +1,232 @@
+"""Answers to problems, drawn and judged: one or several to each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policyopt import metrics
+from policyopt.data import Item
+from policyopt.rewards import Judge, guarded
+from policyopt.sampling import (
+    Engine,
+    EngineConfig,
+    Finish,
+    RowErrors,
+    SamplingConfig,
+    pad_prompts,
+    sample,
+)
+
+
+class Answers(NamedTuple):
+    """n answers to each of P problems.
+
+    Attributes:
+      texts: P lists of n texts.
+      tokens: [P,n] int, tokens of each answer, its end of sequence included.
+      finish: [P,n] int, `sampling.Finish`: why it ended.
+      marks: [P,n] float32, 1 right, 0 wrong, NaN where the judge failed.
+      seconds: that drawing took, compilation included.
+    """
+
+    texts: list[list[str]]
+    tokens: np.ndarray
+    finish: np.ndarray
+    marks: np.ndarray
+    seconds: float
+
+    @property
+    def correct(self) -> np.ndarray:
+        """[P,n] bool: answers with full marks; one that was not judged has none."""
+        return self.marks == 1
+
+
+class _Row(NamedTuple):
+    text: str
+    tokens: int
+    finish: int
+
+
+def answer_keys(key: Any, problems: int, samples: int) -> Any:
+    """Keys [problems * samples], a function of `key` and the numbers of problem and sample alone.
+
+    So the first samples of more of them are the same, and those of fewer problems.
+    """
+    fold = jax.random.fold_in
+    rows = jax.vmap(fold, (None, 0))(key, jnp.arange(problems))
+    each = jax.vmap(lambda k: jax.vmap(fold, (None, 0))(k, jnp.arange(samples)))
+    return each(rows).reshape(problems * samples)
+
+
+def draw(
+    model: Any,
+    params: Any,
+    items: Sequence[Item],
+    judge: Judge,
+    key: jax.Array,
+    config: SamplingConfig,
+    *,
+    samples: int = 1,
+    prompt_width: int,
+    batch: int | None = None,
+    engine: EngineConfig | None = None,
+    title: str = '',
+) -> Answers:
+    """Answer every item `samples` times and judge the answers.
+
+    In lock-step, `batch` rows at once, the last batch filled up with rows of the first; or by the
+    slot engine, which spends no step on rows that ended. They draw the same tokens, up to draws
+    within rounding of an edge.
+
+    Args:
+      model: a `policyopt.models` model with a tokenizer.
+      params: its parameters.
+      items: problems.
+      judge: gives 1 for a right answer; what it fails on has no marks.
+      key: a typed key; each answer's own is `answer_keys`. Unused noise at temperature 0.
+      config: how answers are drawn.
+      samples: answers to each problem.
+      prompt_width: longest prompt; in lock-step, the width that prompts are padded to.
+      batch, engine: one of them.
+      title: of a progress display, with the engine; '' for none.
+
+    Raises RowErrors for logits that are not finite, and for a prompt that can't be used.
+    """
+    if (batch is None) == (engine is None):
+        raise ValueError('give one of batch and engine')
+    began = time.monotonic()
+    prompts = [item.ids for item in items for _ in range(samples)]
+    keys = answer_keys(key, len(items), samples)
+    if not prompts:
+        rows = []
+    elif batch is not None:
+        rows = _lock_step(model, params, prompts, keys, config, prompt_width, batch)
+    else:
+        assert engine is not None
+        engine = dataclasses.replace(engine, size=prompt_width + config.max_new_tokens)
+        rows = _slots(model, params, prompts, keys, config, engine, title)
+    seconds = time.monotonic() - began
+    texts = [row.text for row in rows]
+    marks = guarded(judge)(texts, [item.entry for item in items for _ in range(samples)])
+    shape = (len(items), samples)
+    return Answers(
+        texts=[texts[i * samples : (i + 1) * samples] for i in range(len(items))],
+        tokens=np.array([row.tokens for row in rows], np.int32).reshape(shape),
+        finish=np.array([row.finish for row in rows], np.int32).reshape(shape),
+        marks=np.asarray(marks).reshape(shape),
+        seconds=seconds,
+    )
+
+
+def _lock_step(
+    model: Any, params: Any, prompts: Any, keys: Any, config: Any, width: int, batch: int
+) -> list[_Row]:
+    tokens, length = pad_prompts(prompts, width)
+    rows: list[_Row] = []
+    for start in range(0, len(prompts), batch):
+        index = np.arange(start, start + batch) % len(prompts)
+        rollout = sample(model, params, (tokens[index], length[index]), keys[index], config)
+        found = jax.device_get((rollout.tokens, rollout.prompt_length, rollout.length))
+        finish = np.asarray(rollout.finish).tolist()
+        for row, begin, end, why in zip(*found, finish, strict=True):
+            rows.append(_Row(model.tokenizer.decode(row[begin:end]), int(end - begin), why))
+    return rows[: len(prompts)]
+
+
+def _slots(
+    model: Any, params: Any, prompts: Any, keys: Any, config: Any, sizes: EngineConfig, title: str
+) -> list[_Row]:
+    engine = Engine(model, config, sizes)
+    engine.submit(prompts, keys)
+    rows: dict[int, _Row] = {}
+    began, drawn = time.monotonic(), 0
+    shown = metrics.Display(title, len(prompts)) if title else contextlib.nullcontext()
+    with shown as display:
+        while engine.busy:
+            for row in engine.step(params):
+                if row.finish == Finish.ERROR or row.data is None:
+                    raise RowErrors({row.id: row.error or 'no data'})
+                ids = row.data['tokens'][row.prompt_length :]  # type: ignore[index]
+                rows[row.id] = _Row(model.tokenizer.decode(ids), len(ids), int(row.finish))
+                drawn += len(ids)
+                if display is not None:
+                    speed = drawn / max(time.monotonic() - began, 1e-9)
+                    values = {'length': drawn / len(rows), 'tokens_per_second': speed}
+                    display.update(len(rows), values)
+    return [rows[i] for i in range(len(prompts))]
+
+
+# ============================================================================ votes
+
+
+def vote_classes(
+    texts: Sequence[str],
+    right: Sequence[bool],
+    entry: Any,
+    score: Callable[[str, Any], float],
+) -> list[int]:
+    """Which answers to a problem are the same vote: the number of each one's class, from 0.
+
+    Two answers are the same where both are right or both are not, and their texts are equal but for
+    white space around them, or each has full marks where the other is the right answer
+    (`score(a, entry | {'answer': b})`). They are compared with the first of a class. A scorer that
+    ignores `entry['answer']` and checks the answer itself holds all right ones for the same.
+    """
+    classes: list[tuple[str, bool]] = []
+    found: dict[tuple[str, bool], int] = {}
+    for text, ok in zip(texts, right, strict=True):
+        key = (text.strip(), bool(ok))
+        if key not in found:
+            number = next(
+                (
+                    i
+                    for i, (other, its) in enumerate(classes)
+                    if its == ok and _same(text, other, entry, score)
+                ),
+                len(classes),
+            )
+            if number == len(classes):
+                classes.append((text, bool(ok)))
+            found[key] = number
+    return [found[(text.strip(), bool(ok))] for text, ok in zip(texts, right, strict=True)]
+
+
+def _same(a: str, b: str, entry: Any, score: Callable[[str, Any], float]) -> bool:
+    try:
+        marks = (score(a, {**entry, 'answer': b}), score(b, {**entry, 'answer': a}))
+        return all(mark >= 1 for mark in marks)
+    except Exception:  # of a scorer that was not made for such an answer
+        return False
+
+
+def write_samples(
+    path: Path, items: Sequence[Item], answers: Answers, votes: Sequence[Sequence[int]]
+) -> None:
+    """One JSON line an answer, in order of problems."""
+    with open(path, 'w', encoding='utf-8') as file:
+        for i, item in enumerate(items):
+            for j, text in enumerate(answers.texts[i]):
+                mark = answers.marks[i, j]
+                line = {
+                    'problem': i,
+                    'sample': j,
+                    'task': item.task,
+                    'prompt': item.prompt,
+                    'right_answer': item.answer,
+                    'answer': text,
+                    'correct': None if np.isnan(mark) else bool(mark == 1),
+                    'vote': votes[i][j],
+                    'tokens': int(answers.tokens[i, j]),
+                    'finish': Finish(int(answers.finish[i, j])).name.lower(),
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + '\n')
