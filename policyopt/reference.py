@@ -22,10 +22,16 @@ class Reference:
     every: int | None = None
 
     def update(self, step: int, params: Any) -> Reference:
-        """The reference after `step` steps: a copy of `params` where `every` divides step."""
+        """The reference after `step` steps: a copy of `params` where `every` divides step.
+
+        In the types that it has: float32 masters of a bf16 model would double it for nothing.
+        """
         if self.every is None or step % self.every:
             return self
-        return dataclasses.replace(self, params=jax.tree.map(jnp.copy, params))
+        copies = jax.tree.map(
+            lambda old, new: jnp.array(new, old.dtype, copy=True), self.params, params
+        )
+        return dataclasses.replace(self, params=copies)
 
 
 def make_reference(params: Any, every: int | None = None, needed: bool = True) -> Reference | None:

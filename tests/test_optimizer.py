@@ -117,6 +117,8 @@ def test_reference_is_fixed_synced_or_absent():
         assert not np.any(fixed.params['w'])
         seen.append(float(synced.params['w'][0]))
     assert seen == [0, 0, 3, 3, 3, 6, 6]
+    narrow = make_reference({'w': jnp.ones(2, jnp.bfloat16)}, every=1)
+    assert narrow.update(1, {'w': jnp.full(2, 1.001)}).params['w'].dtype == jnp.bfloat16
     assert make_reference(later, needed=False) is None
     with pytest.raises(ValueError, match='every=0; legal is 1 or more'):
         make_reference(later, every=0)
