@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from policyopt import inspection, unusual
 from policyopt.inspection import Inspection
@@ -26,6 +27,7 @@ from policyopt.sampling.config import eos_ids
 
 WIDE = 400  # columns of a table that goes into a file
 TOP = 8  # rows listed by gradient share
+TEXTS, LOUD = ('what it says', 'marks'), ('marks', 'mark', 'field')
 
 
 # ---------------------------------------------------------------- what is shown
@@ -42,7 +44,7 @@ def ranked(made: Inspection) -> list[int]:
 def chosen_tokens(made: Inspection, row: int, limit: int) -> list[int]:
     """Positions to show of a row, in order: marked tokens first, then by gradient share."""
     places = np.flatnonzero(made.mask[row])
-    marked = sum(mark[row].astype(int) for mark in made.marks.values())
+    marked = np.sum([mark[row] for mark in made.marks.values()], axis=0)
     share = np.nan_to_num(made.share[row])
     best = sorted(places, key=lambda t: (-marked[t], -share[t], t))
     return sorted(int(t) for t in best[:limit])
@@ -85,7 +87,8 @@ def token_record(made: Inspection, row: int, t: int) -> dict[str, Any]:
 
 def row_record(made: Inspection, row: int) -> dict[str, Any]:
     """What is to be said of a row beside its tokens."""
-    batch, decode, mask = made.batch, made.setup.model.tokenizer.decode, made.mask[row]
+    batch: Any = made.batch
+    decode, mask = made.setup.model.tokenizer.decode, made.mask[row]
     start, stop = (int(x[row]) for x in (batch.prompt_length, batch.length))
     advantages = np.unique(batch.advantages[row][mask])
     counts = {name: int(mark[row].sum()) for name, mark in made.marks.items()}
@@ -98,7 +101,7 @@ def row_record(made: Inspection, row: int) -> dict[str, Any]:
         'advantage': float(advantages[0]) if len(advantages) == 1 else advantages.tolist(),
         'finish': 'none' if batch.finish is None else Finish(int(batch.finish[row])).name.lower(),
         'tokens': int(mask.sum()),
-        'share': float(np.nansum(made.share[row])),
+        'share': float(np.sum(made.share[row], where=mask)),
         'marks': marks,
         'prompt': decode(batch.tokens[row, :start]),
         'answer': decode(batch.tokens[row, start:stop]),
@@ -142,8 +145,16 @@ def shown(value: Any) -> str:
     return str(value)
 
 
+def percent(share: float) -> str:
+    """A share for a table."""
+    return f'{share:.2%}' if math.isfinite(share) else 'nan'
+
+
 class Page:
-    """Tables on standard output: of a terminal's width, or as wide as they are."""
+    """Tables on standard output: in parts where a terminal is too narrow, else as wide as needed.
+
+    Columns that may be folded are those of `TEXTS`.
+    """
 
     def __init__(self):
         from rich.console import Console
@@ -156,22 +167,45 @@ class Page:
         """Print a line."""
         self._console.print(text, style=style)
 
-    def table(self, title: str, records: Sequence[dict[str, Any]], loud: str = 'marks') -> None:
-        """Print records of equal fields; the column `loud` is coloured."""
+    def table(self, title: str, records: Sequence[dict[str, Any]], keys: int = 1) -> None:
+        """Print records of equal fields; the first `keys` columns are repeated in every part."""
+        columns = {name: [shown(each[name]) for each in records] for name in records[0]}
+        if not any(columns.get('marks', ())):
+            columns.pop('marks', None)
+        for number, names in enumerate(self._parts(columns, keys)):
+            self._print('' if number else title, {name: columns[name] for name in names})
+
+    def _parts(self, columns: dict[str, list[str]], keys: int) -> list[list[str]]:
+        """Names of the columns of each part."""
+
+        def width(name: str) -> int:
+            cells = max(map(len, columns[name]))
+            least = min(cells, 12) if name in TEXTS else cells
+            return 3 + max(least, *map(len, name.split(' ')))
+
+        names = list(columns)
+        parts = [names[:keys]]
+        for name in names[keys:]:
+            if sum(map(width, [*parts[-1], name])) >= self._console.width:
+                parts.append(names[:keys])
+            parts[-1].append(name)
+        return parts
+
+    def _print(self, title: str, columns: dict[str, list[str]]) -> None:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(title), title_justify='left')
-        for name in records[0]:
-            left = name in (loud, 'token', 'what it says', 'field', 'mark')
+        table = Table(title=Text(title) if title else None, title_justify='left')
+        for name in columns:
+            left = name in (*TEXTS, 'token', 'field', 'mark')
             table.add_column(
-                name,
+                name if name in TEXTS else name.replace(' ', '\n'),
                 justify='left' if left else 'right',
-                style='yellow' if name == loud else '',
-                overflow='fold',
+                style='yellow' if name in LOUD else '',
+                no_wrap=name not in TEXTS,
             )
-        for record in records:
-            table.add_row(*(Text(shown(value)) for value in record.values()))
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*map(Text, row))
         self._console.print(table)
 
 
@@ -182,7 +216,7 @@ def print_summary(page: Page, made: Inspection) -> None:
     if origin.epoch == 0:
         where = 'nothing could be sampled to learn from: no update'
     page.line(f'{made.path}: {found["algorithm"]}, RL step {origin.step}, {where}')
-    page.line(f'parameters: {made.logp.text}')
+    page.line(f'log-probs: {made.logp.text}')
     page.line(f'{found["rows"]} rows, {found["tokens"]} tokens, loss {made.loss:.6g}')
     if origin.controllers:
         values = ', '.join(f'{name} {value:.4g}' for name, value in origin.controllers.items())
@@ -190,9 +224,11 @@ def print_summary(page: Page, made: Inspection) -> None:
     for note in made.notes:
         page.line(f'note: {note}', style='yellow')
     if made.nonfinite:
-        fields = ('field', 'tokens', 'first row', 'first position')
-        rows = [dict(zip(fields, each, strict=True)) for each in made.nonfinite]
-        page.table('Not finite, in the order of computation', rows, loud='field')
+        rows: list[dict[str, Any]] = [
+            {'field': x.field, 'tokens': x.count, 'first row': x.row, 'first position': x.token}
+            for x in made.nonfinite
+        ]
+        page.table('Not finite, in the order of computation', rows)
     rows = [
         {'mark': name, 'of': kind, 'how many': int(marks[name].sum()), 'what it says': text}
         for kind, texts, marks in (
@@ -203,14 +239,15 @@ def print_summary(page: Page, made: Inspection) -> None:
         if marks[name].any()
     ]
     if rows:
-        page.table('Unusual', rows, loud='mark')
+        page.table('Unusual', rows)
     else:
         page.line('nothing unusual')
     records = [row_record(made, row) for row in ranked(made)[:TOP]]
     hidden = ('prompt', 'answer')
     if records:
         rows = [{k: v for k, v in each.items() if k not in hidden} for each in records]
-        page.table('Rows by gradient share', rows)
+        rows = [each | {'share': percent(each['share'])} for each in rows]
+        page.table('Rows: not finite first, then by gradient share', rows)
 
 
 def print_row(page: Page, made: Inspection, row: int, limit: int) -> None:
@@ -218,7 +255,7 @@ def print_row(page: Page, made: Inspection, row: int, limit: int) -> None:
     found = row_record(made, row)
     words = [f'row {row}: {found["prompt"]!r} -> {found["answer"]!r}']
     words += [f'{name} {shown(found[name])}' for name in ('group', 'reward', 'finish')]
-    words += [f'share {found["share"]:.2%}', *found['marks']]
+    words += [f'share {percent(found["share"])}', *found['marks']]
     page.line()
     places = chosen_tokens(made, row, limit)
     if not places:
@@ -227,12 +264,12 @@ def print_row(page: Page, made: Inspection, row: int, limit: int) -> None:
     records = []
     for t in places:
         record = token_record(made, row, t)
-        text, number = record.pop('text'), record.pop('id')
-        record = {'position': record.pop('position'), 'token': text, 'id': number, **record}
-        records.append(record | {'share': f'{record["share"]:.2%}'})
+        record = {'at': record.pop('position'), 'token': record.pop('text'), **record}
+        record.pop('id')
+        records.append(record | {'share': percent(record['share'])})
     if len(places) < found['tokens']:
         words.append(f'{len(places)} of {found["tokens"]} tokens')
-    page.table(', '.join(words), records)
+    page.table(', '.join(words), records, keys=2)
 
 
 def finite(value: Any) -> Any:
@@ -295,6 +332,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code, 2 with a message on standard error for bad input."""
+    logging.set_verbosity(logging.ERROR)  # orbax tells of every file
     options = parse(argv)
     workdir = Path(options.workdir) if options.workdir else None
     try:

@@ -127,7 +127,8 @@ def load(path: Path, workdir: Path | None = None) -> Inspection:
     setup = _setup(path, workdir, origin)
     recorded = arrays.pop('logp_new', None)
     fields = {f.name for f in dataclasses.fields(TokenBatch)}  # type: ignore[arg-type]
-    batch = TokenBatch(**{name: x for name, x in arrays.items() if name in fields})
+    known: dict[str, Any] = {name: x for name, x in arrays.items() if name in fields}
+    batch = TokenBatch(**known)
     notes: list[str] = []
     scores, logp = _scores(setup, workdir, origin, batch, recorded, notes)
     batch, scores = _filled(setup, batch, scores, notes)
@@ -165,7 +166,7 @@ def _scores(
     workdir: Path,
     origin: batches.Origin,
     batch: TokenBatch,
-    recorded: np.ndarray | None,
+    recorded: Any,
     notes: list[str],
 ) -> tuple[Scores, LogProbs]:
     """Scores of the minibatch, and where logp_new comes from."""
@@ -180,15 +181,15 @@ def _scores(
         scores = rescored(setup, trees, batch)
         if checkpoint.fingerprint(trees['params']) == origin.params:
             return scores, _recomputed(step, scores, batch, recorded)
-    here = f'the checkpoint of step {step} has others' if found else 'there is no checkpoint'
-    text = f'those that the update saw; {here}, so log-probs are those recorded in the file'
-    if origin.params is None:
-        text = 'not known, as later updates moved on; log-probs are those recorded in the file'
-    kind = 'recorded'
+    kind, what = 'recorded', 'as recorded in the file'
     if recorded is None:
-        kind = 'missing'
-        text = f'those that drew the rows; {here}, and no log-probs are recorded in the file'
+        kind, what = 'missing', 'none recorded'
         recorded = np.full(batch.mask.shape, np.nan, np.float32)
+    here = f'that of step {step} has others' if found else 'there is none'
+    why = f'no checkpoint holds the parameters that the update saw ({here})'
+    if origin.params is None:
+        why = 'which parameters the update saw is not known: later ones of its step moved them'
+    text = f'{what}; {why}'
     if scores is not None:
         other = sorted(setup.needed & {'entropy', 'values'})
         if other:
@@ -200,14 +201,14 @@ def _scores(
 def _recomputed(
     step: int, scores: Scores, batch: TokenBatch, recorded: np.ndarray | None
 ) -> LogProbs:
-    text = f'the checkpoint of step {step} holds just those that the update saw'
+    text = f'computed from the checkpoint of step {step}, whose parameters are those it saw'
     if recorded is None:
-        return LogProbs('recomputed', step, None, f'{text}; log-probs are computed from it')
+        return LogProbs('recomputed', step, None, text)
     mask = np.asarray(batch.mask) != 0
     finite = [np.isfinite(x) for x in (scores.logp_new, recorded)]
     both = mask & finite[0] & finite[1]
     gap = float(np.max(np.abs(scores.logp_new - recorded), where=both, initial=0))
-    text += f'; log-probs computed from it differ from those recorded by {gap:.2g} at most'
+    text += f'; those recorded differ by {gap:.2g} at most' if gap else '; those recorded are equal'
     if apart := int(np.sum(mask & (finite[0] != finite[1]))):
         text += f', and at {apart} tokens one is finite and the other is not'
     return LogProbs('recomputed', step, gap, text)
@@ -355,7 +356,7 @@ def examine(
         logp_new=np.asarray(found.scores.logp_new),
         logp=logp,
         log_ratio=log_ratio,
-        ratio=np.asarray(masked.bounded_exp(log_ratio)),
+        ratio=np.asarray(masked.bounded_exp(jnp.asarray(log_ratio))),
         loss=float(found.loss),
         slope=slope,
         share=share,

@@ -300,9 +300,7 @@ def make_draw(
     return draw
 
 
-def enough(
-    everything: Rollout, kept: Sequence[Rollout], count: int, config: RolloutConfig
-) -> Rollout:
+def enough(everything: Any, kept: Sequence[Any], count: int, config: RolloutConfig) -> Rollout:
     """The kept rows of all rounds, cut or filled up; ValueError where there is nothing to learn.
 
     Args:

@@ -269,7 +269,7 @@ def test_a_minibatch_is_reloaded_with_the_checkpoint_before_it(run, capsys):
     assert (found['step'], found['epoch'], found['minibatch']) == (2, 1, 1)
     second = as_json(capsys, run / 'batches' / 'update_000002_2.npz')
     assert second['log_probs']['source'] == 'recorded' and second['log_probs']['gap'] is None
-    assert 'the checkpoint of step 1 has others' in second['log_probs']['text']
+    assert '(that of step 1 has others)' in second['log_probs']['text']
     assert second['notes'] == ['values: of the checkpoint of step 1, not recorded']
     records = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
     step = next(r for r in records if r['stage'] == 'rl' and r['step'] == 2)
@@ -349,7 +349,7 @@ def test_without_checkpoints_what_was_recorded_is_shown(run, tmp_path, capsys):
         shutil.copy(run / name, bare / name)
     found = as_json(capsys, bare / 'batches' / 'update_000002_1.npz')
     assert found['log_probs']['source'] == 'recorded'
-    assert 'there is no checkpoint' in found['log_probs']['text']
+    assert '(there is none)' in found['log_probs']['text']
     assert found['notes'] == ['not recorded, and NaN here: values']
     shares = [t['share'] for row in found['detail'] for t in row['detail']]
     assert np.sum(shares) == pytest.approx(1)
