@@ -171,16 +171,14 @@ class Checkpoints:
         self.folder = (workdir / FOLDER).resolve()
         self._workdir, self._config, self._steps = workdir, settings.flat(config), config.steps
         self._last: int | None = None  # step that was saved last
-        policies = ocp.checkpoint_managers
-        keepers = [policies.LatestN(keep), policies.CustomSteps(steps=tuple(also))]
+        lib = ocp.checkpoint_managers
+        kept = lib.AnyPreservationPolicy([lib.LatestN(keep), lib.CustomSteps(steps=tuple(also))])
         with _explained(f'{self.folder} could not be opened'):
             _sweep(self.folder)
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 item_names=('state', 'meta'),
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=policies.AnyPreservationPolicy(keepers),
-                ),
+                options=ocp.CheckpointManagerOptions(preservation_policy=kept),
             )
 
     def __enter__(self) -> Checkpoints:
