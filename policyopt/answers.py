@@ -26,6 +26,7 @@ from policyopt.sampling import (
     pad_prompts,
     sample,
 )
+from policyopt.sampling.decode import OnError
 
 
 class Answers(NamedTuple):
@@ -81,6 +82,7 @@ def draw(
     batch: int | None = None,
     engine: EngineConfig | None = None,
     title: str = '',
+    on_error: OnError = 'raise',
 ) -> Answers:
     """Answer every item `samples` times and judge the answers.
 
@@ -99,8 +101,8 @@ def draw(
       prompt_width: longest prompt; in lock-step, the width that prompts are padded to.
       batch, engine: one of them.
       title: of a progress display, with the engine; '' for none.
-
-    Raises RowErrors for logits that are not finite, and for a prompt that can't be used.
+      on_error: 'raise' RowErrors for logits that are not finite, and for a prompt that can't be
+        used; or 'record' such answers as finished by ERROR, without marks.
     """
     if (batch is None) == (engine is None):
         raise ValueError('give one of batch and engine')
@@ -110,32 +112,42 @@ def draw(
     if not prompts:
         rows = []
     elif batch is not None:
-        rows = _lock_step(model, params, prompts, keys, config, prompt_width, batch)
+        rows = _lock_step(model, params, prompts, keys, config, prompt_width, batch, on_error)
     else:
         assert engine is not None
         engine = dataclasses.replace(engine, size=prompt_width + config.max_new_tokens)
-        rows = _slots(model, params, prompts, keys, config, engine, title)
+        rows = _slots(model, params, prompts, keys, config, engine, title, on_error)
     seconds = time.monotonic() - began
     texts = [row.text for row in rows]
     marks = guarded(judge)(texts, [item.entry for item in items for _ in range(samples)])
+    finish = np.array([row.finish for row in rows], np.int32)
+    marks = np.where(finish == Finish.ERROR, np.float32(np.nan), marks)
     shape = (len(items), samples)
     return Answers(
         texts=[texts[i * samples : (i + 1) * samples] for i in range(len(items))],
         tokens=np.array([row.tokens for row in rows], np.int32).reshape(shape),
-        finish=np.array([row.finish for row in rows], np.int32).reshape(shape),
+        finish=finish.reshape(shape),
         marks=np.asarray(marks).reshape(shape),
         seconds=seconds,
     )
 
 
 def _lock_step(
-    model: Any, params: Any, prompts: Any, keys: Any, config: Any, width: int, batch: int
+    model: Any,
+    params: Any,
+    prompts: Any,
+    keys: Any,
+    config: Any,
+    width: int,
+    batch: int,
+    on_error: OnError,
 ) -> list[_Row]:
     tokens, length = pad_prompts(prompts, width)
     rows: list[_Row] = []
     for start in range(0, len(prompts), batch):
         index = np.arange(start, start + batch) % len(prompts)
-        rollout = sample(model, params, (tokens[index], length[index]), keys[index], config)
+        chosen = tokens[index], length[index]
+        rollout = sample(model, params, chosen, keys[index], config, on_error=on_error)
         found = jax.device_get((rollout.tokens, rollout.prompt_length, rollout.length))
         finish = np.asarray(rollout.finish).tolist()
         for row, begin, end, why in zip(*found, finish, strict=True):
@@ -144,7 +156,14 @@ def _lock_step(
 
 
 def _slots(
-    model: Any, params: Any, prompts: Any, keys: Any, config: Any, sizes: EngineConfig, title: str
+    model: Any,
+    params: Any,
+    prompts: Any,
+    keys: Any,
+    config: Any,
+    sizes: EngineConfig,
+    title: str,
+    on_error: OnError,
 ) -> list[_Row]:
     engine = Engine(model, config, sizes)
     engine.submit(prompts, keys)
@@ -154,7 +173,7 @@ def _slots(
     with shown as display:
         while engine.busy:
             for row in engine.step(params):
-                if row.finish == Finish.ERROR or row.data is None:
+                if row.data is None or (row.finish == Finish.ERROR and on_error == 'raise'):
                     raise RowErrors({row.id: row.error or 'no data'})
                 ids = row.data['tokens'][row.prompt_length :]  # type: ignore[index]
                 rows[row.id] = _Row(model.tokenizer.decode(ids), len(ids), int(row.finish))

@@ -1,16 +1,18 @@
-"""Saved batches: what the calibration tools read and a training run writes, as .npz files.
+"""Saved batches: what a training run writes and the tools around it read, as .npz files.
 
-A batch holds the log-probs and advantages of one rollout as the learner saw them. Numpy only.
+A batch holds the log-probs and advantages of one rollout as the learner saw them, for calibration.
+A minibatch holds all that one update read, to look at, and where it comes from. Numpy only.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +22,32 @@ _REQUIRED = ('logp_new', 'logp_old', 'mask', 'advantages')
 _FLOATS = ('logp_new', 'logp_old', 'advantages', 'logp_behavior')
 _ROWS = ('minibatch', 'rewards', 'group', 'positive')  # [B]; the others are [B,T]
 FIELDS = (*_REQUIRED, 'logp_behavior', *_ROWS)
+_ORIGIN = 'origin'
+_INSPECTED = ('mask', 'tokens', 'advantages', 'logp_old')
 
 
 class BatchError(ValueError):
     """A batch that can't be used; the message names the file, the field and what is legal."""
+
+
+class Origin(NamedTuple):
+    """Where a minibatch comes from.
+
+    Attributes:
+      step: RL step, from 1.
+      epoch: pass over the step's rows, from 1; 0 where nothing could be sampled to learn from.
+      minibatch: of the pass, from 1; 0 likewise.
+      params: digest of the policy's parameters that the update saw; None where it isn't known.
+      controllers: name -> value of the adaptive coefficients that the loss read.
+      config: of the run, field -> value.
+    """
+
+    step: int
+    epoch: int
+    minibatch: int
+    params: int | None
+    controllers: Mapping[str, float]
+    config: Mapping[str, Any]
 
 
 def save_batch(path: str | os.PathLike, **arrays: Any) -> Path:
@@ -42,12 +66,40 @@ def save_batch(path: str | os.PathLike, **arrays: Any) -> Path:
     return _write(path, check_batch(arrays, str(path)))
 
 
-def save_raw(path: str | os.PathLike, **arrays: Any) -> Path:
-    """Write arrays of any name and content as .npz, whole or not at all; None is left out.
+def save_minibatch(path: str | os.PathLike, origin: Origin, **arrays: Any) -> Path:
+    """Write a minibatch as .npz, whole or not at all; returns the path.
 
-    For batches that can't be used, to look at. Raises BatchError for a name without .npz.
+    Args:
+      path: name ending in .npz; folders are made. An existing file is replaced.
+      origin: where it comes from.
+      **arrays: the fields of a `types.TokenBatch`, with what the loss saw as `logp_new`; of any
+        content, NaN included. None is left out.
+
+    Raises BatchError for another name.
     """
-    return _write(_npz(path), {k: np.asarray(x) for k, x in arrays.items() if x is not None})
+    found = {name: np.asarray(x) for name, x in arrays.items() if x is not None}
+    return _write(_npz(path), {**found, _ORIGIN: np.asarray(json.dumps(origin._asdict()))})
+
+
+def load_minibatch(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], Origin]:
+    """Read what `save_minibatch` wrote: name -> array, and where it comes from.
+
+    Raises BatchError for a file that is not there, not whole, or of another kind.
+    """
+    arrays = _read(Path(path))
+    try:
+        origin = Origin(**json.loads(str(arrays.pop(_ORIGIN))))
+    except (KeyError, TypeError, ValueError):
+        kind = 'a batch for policyopt.calibrate' if 'advantages' in arrays else 'another .npz file'
+        raise BatchError(
+            f'{path}: {kind}, with no record of where it comes from; legal is a minibatch that '
+            'policyopt.train saved, batches/update_*.npz (--save_batches) or offending_*.npz'
+        ) from None
+    shape = arrays['mask'].shape if 'mask' in arrays else None
+    for name in _INSPECTED:
+        if name not in arrays or arrays[name].shape != shape:
+            raise BatchError(f'{path}: field `{name}` is missing or not of the shape of `mask`')
+    return arrays, origin
 
 
 def _npz(path: str | os.PathLike) -> Path:
@@ -73,17 +125,19 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
 
 def load_batch(path: str | os.PathLike) -> dict[str, np.ndarray]:
     """Read what `save_batch` wrote: name -> array. Raises BatchError naming file and field."""
-    path = Path(path)
+    return check_batch(_read(Path(path)), str(path))
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise BatchError(f'{path}: no such file')
     if not zipfile.is_zipfile(path):
         raise BatchError(f'{path}: not a readable .npz file')
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+            return {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise BatchError(f'{path}: not a readable .npz file ({error})') from None
-    return check_batch(arrays, str(path))
 
 
 def find_batch(path: str | os.PathLike) -> Path:

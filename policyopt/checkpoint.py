@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,7 +150,8 @@ def _abstract(tree: Any) -> Any:
 # ============================================================================ the folder
 
 
-def _breaks(difference: str) -> bool:
+def breaks(difference: str) -> bool:
+    """Whether what `settings.differences` says of two configs makes them those of two runs."""
     field = difference.partition(':')[0].removeprefix('config.')
     return not any(field == name or field.startswith(name + '.') for name in FREE)
 
@@ -163,20 +164,21 @@ class Checkpoints:
       keep: how many are kept.
       config: the run's, a dataclass with `steps`; written into each checkpoint and compared with
         those found.
+      also: steps whose checkpoints are kept, too, however old.
     """
 
-    def __init__(self, workdir: Path, keep: int, config: Any):
+    def __init__(self, workdir: Path, keep: int, config: Any, also: Sequence[int] = ()):
         self.folder = (workdir / FOLDER).resolve()
         self._workdir, self._config, self._steps = workdir, settings.flat(config), config.steps
         self._last: int | None = None  # step that was saved last
+        lib = ocp.checkpoint_managers
+        kept = lib.AnyPreservationPolicy([lib.LatestN(keep), lib.CustomSteps(steps=tuple(also))])
         with _explained(f'{self.folder} could not be opened'):
             _sweep(self.folder)
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 item_names=('state', 'meta'),
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-                ),
+                options=ocp.CheckpointManagerOptions(preservation_policy=kept),
             )
 
     def __enter__(self) -> Checkpoints:
@@ -287,7 +289,7 @@ class Checkpoints:
 
     def _check(self, step: int, meta: Mapping[str, Any], say: Callable[[str], Any]) -> None:
         changed = settings.differences(meta['config'], self._config)
-        if broken := [x for x in changed if _breaks(x)]:
+        if broken := [x for x in changed if breaks(x)]:
             raise CheckpointError(
                 f'{self._workdir} holds an unfinished run of another config (checkpoint at step '
                 f'{step}); these fields differ, old -> new:\n  '

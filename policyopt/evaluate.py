@@ -74,10 +74,18 @@ def accuracy(
 ) -> Accuracy:
     """Answer every item once and judge the answers; arguments as of `answers.draw`.
 
-    Answers without a reward do not count as correct.
+    Answers without a reward and those whose logits are not finite numbers do not count as correct.
     """
     found = answers_lib.draw(
-        model, params, items, judge, key, config, prompt_width=prompt_width, batch=batch
+        model,
+        params,
+        items,
+        judge,
+        key,
+        config,
+        prompt_width=prompt_width,
+        batch=batch,
+        on_error='record',
     )
     return Accuracy(int(found.correct.sum()), len(items), tuple(text for (text,) in found.texts))
 

@@ -28,7 +28,9 @@ SHOWN = (
     ('kl_behavior/k3', 'KL', '.2g'),
     ('entropy', 'entropy', '.2f'),
     ('tokens_per_second', 'tokens/s', ',.0f'),
+    ('rollout/not_sampled', 'not sampled', '.1%'),
 )
+USUAL = {'rollout/not_sampled': 0.0}  # not worth a look
 
 
 @jax.jit
@@ -131,7 +133,9 @@ class Display:
         now = time.monotonic()
         self._first = self._first or (step, now)
         shown = '  '.join(
-            f'{label} {values[name]:{form}}' for name, label, form in SHOWN if name in values
+            f'{label} {values[name]:{form}}'
+            for name, label, form in SHOWN
+            if name in values and values[name] != USUAL.get(name)
         )
         if self._live:
             self._live.update(self._task, completed=step, shown=shown)

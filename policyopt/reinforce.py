@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +12,10 @@ import jax
 import numpy as np
 
 from policyopt import batches as batches_lib
-from policyopt import data, evaluate, metrics, recipe, stopping
+from policyopt import data, evaluate, metrics, recipe, settings, stopping
 from policyopt import rollout as rollout_lib
 from policyopt import workdir as workdir_lib
-from policyopt.checkpoint import Checkpoints, Progress
+from policyopt.checkpoint import Checkpoints, Progress, fingerprint
 from policyopt.learner import Learner, TrainState
 from policyopt.recipe import Setup
 from policyopt.reference import Reference, make_reference
@@ -31,6 +32,7 @@ class Loop(NamedTuple):
       workdir: folder of the run.
       checkpoints: of the run; None where the config wants none.
       stop: whether the process was asked to end.
+      save_batches: RL steps whose minibatches are saved.
     """
 
     learner: Learner
@@ -39,6 +41,7 @@ class Loop(NamedTuple):
     workdir: Path
     checkpoints: Checkpoints | None
     stop: stopping.Stop
+    save_batches: Sequence[int] = ()
 
     @property
     def records(self) -> Path:
@@ -72,7 +75,11 @@ class Point(NamedTuple):
 
 
 def make_loop(
-    setup: Setup, workdir: Path, checkpoints: Checkpoints | None, stop: stopping.Stop
+    setup: Setup,
+    workdir: Path,
+    checkpoints: Checkpoints | None,
+    stop: stopping.Stop,
+    save_batches: Sequence[int] = (),
 ) -> Loop:
     """Build what the steps of the RL stage share."""
     c = setup.config
@@ -89,7 +96,7 @@ def make_loop(
         replay=replay,
     )
     source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
-    return Loop(learner, collect, source, workdir, checkpoints, stop)
+    return Loop(learner, collect, source, workdir, checkpoints, stop, save_batches)
 
 
 def new_point(
@@ -163,9 +170,9 @@ def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:
                 accuracy = record_accuracy(setup, used(point.state), loop.workdir, step)
                 shown = {'held_out': accuracy.value}
             display.update(step, done.values | times | shown)
-            if step == c.steps:
+            if step == c.steps and done.sampled:
                 path = loop.workdir / 'batches' / f'batch_{step:06d}.npz'
-                save_last(done.parts, done.logp_new, path)
+                save_last(done.parts, done.logp_new[-len(done.parts) :], path)
             point = point._replace(skipped=count_skipped(setup, loop, point, done))
             save_if_due(setup, loop, point)
     return used(point.state)
@@ -178,9 +185,12 @@ class Step(NamedTuple):
       state: after it.
       values: results.
       times: seconds, by name.
-      parts: minibatches of its last pass.
-      logp_new: of each of them, what the loss saw.
+      parts: minibatches of a pass.
+      logp_new: what the loss saw, of each update of all passes.
       skipped: whether it was skipped, of each update of all passes.
+      controllers: values that the losses read.
+      sampled: False where nothing could be sampled to learn from: there was no update then, all
+        count as skipped, and `parts` has the rows.
     """
 
     state: TrainState
@@ -189,6 +199,8 @@ class Step(NamedTuple):
     parts: list[TokenBatch]
     logp_new: list[Any]
     skipped: list[bool]
+    controllers: Mapping[str, Any] = types.MappingProxyType({})
+    sampled: bool = True
 
 
 def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
@@ -197,25 +209,56 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
     state, reference = point.state, point.reference
     began = time.monotonic()
     key = jax.random.fold_in(state.key, step)
-    collected = loop.collect(
-        state, reference and reference.params, loop.source, key, version=step - 1
-    )
+    try:
+        collected = loop.collect(
+            state, reference and reference.params, loop.source, key, version=step - 1
+        )
+    except rollout_lib.NotSampled as error:
+        values = error.metrics | {'skipped': 1.0}
+        times = {'sample_seconds': time.monotonic() - began, 'update_seconds': 0.0}
+        missed = [True] * (c.epochs * c.minibatches)
+        return Step(
+            state, values, times, [error.batch], [], missed, state.controllers, sampled=False
+        )
     parts = rollout_lib.minibatches(collected.batch, c.minibatches)
     times = {'sample_seconds': time.monotonic() - began}
     if c.logp_old == 'recomputed':
         parts = [loop.learner.recompute(state.params, part) for part in parts]
     found, logp_new = [], []
-    for _ in range(c.epochs):
-        logp_new = []
-        for part in parts:
+    for epoch in range(c.epochs):
+        for number, part in enumerate(parts):
+            seen = fingerprint(state.params) if step in loop.save_batches else None
             state, values, logp = loop.learner.update(state, part)
             found.append(values)
             logp_new.append(logp)
+            if seen is not None:
+                path = loop.workdir / 'batches' / f'update_{step:06d}_{len(found)}.npz'
+                origin = origin_of(c, step, epoch + 1, number + 1, seen, controllers_of(values))
+                batches_lib.save_minibatch(path, origin, logp_new=logp, **vars(part))
     state = loop.learner.adapt(state, found[-1])
     numbers = collected.metrics | metrics.numbers(*found)
     skipped = [bool(x) for x in jax.device_get([m['skipped'].total for m in found])]
     times['update_seconds'] = time.monotonic() - began - times['sample_seconds']
-    return Step(state, numbers, times, parts, logp_new, skipped)
+    return Step(state, numbers, times, parts, logp_new, skipped, controllers_of(found[0]))
+
+
+def controllers_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the controllers were at an update, from its metrics."""
+    named = ((name.partition('controller/')[2], value) for name, value in values.items())
+    return {name: value.total for name, value in named if name}
+
+
+def origin_of(
+    config: recipe.RunConfig,
+    step: int,
+    epoch: int,
+    minibatch: int,
+    params: int | None,
+    controllers: Mapping[str, Any],
+) -> batches_lib.Origin:
+    """Where a minibatch comes from, as files say it."""
+    values = {name: float(value) for name, value in controllers.items()}
+    return batches_lib.Origin(step, epoch, minibatch, params, values, settings.flat(config))
 
 
 def count_skipped(setup: Setup, loop: Loop, point: Point, done: Step) -> int:
@@ -227,21 +270,30 @@ def count_skipped(setup: Setup, loop: Loop, point: Point, done: Step) -> int:
     count, index = stopping.skipped_in_a_row(point.skipped, done.skipped, limit)
     if index is None:
         return count
-    index %= len(done.parts)
     path = loop.workdir / 'batches' / f'offending_{point.step:06d}.npz'
-    part = jax.device_get(done.parts[index])
-    batches_lib.save_raw(path, logp_new=np.asarray(done.logp_new[index]), **vars(part))
+    # A skipped update leaves the parameters as it saw them.
+    seen = fingerprint(done.state.params) if all(done.skipped[index:]) else None
+    if done.sampled:
+        epoch, number = divmod(index, len(done.parts))
+        place, part, logp_new = (epoch + 1, number + 1), done.parts[number], done.logp_new[index]
+    else:
+        place, part, logp_new = (0, 0), done.parts[0], None
+    origin = origin_of(setup.config, point.step, *place, seen, done.controllers)
+    batches_lib.save_minibatch(path, origin, logp_new=logp_new, **vars(part))
     saved = loop.checkpoints.steps() if loop.checkpoints else []
     last = f'the last checkpoint is of step {saved[-1]}' if saved else 'there is no checkpoint'
+    why = f'the loss or gradient of {count} updates in a row was not finite (max_skipped)'
+    if not done.sampled:
+        why = f'{count} updates in a row came to nothing (max_skipped), as logits are not finite'
     raise stopping.Unstable(
-        f'the loss or gradient of {count} updates in a row was not finite (max_skipped), the last '
-        f'at RL step {point.step}: its minibatch is in {path}; {last}. A lower '
-        'optimizer.learning_rate or optimizer.clip_norm may help, in another --workdir'
+        f'{why}, the last at RL step {point.step}: its minibatch is in {path}, which python -m '
+        f'policyopt.inspect shows; {last}. A lower optimizer.learning_rate or optimizer.clip_norm '
+        'may help, in another --workdir'
     )
 
 
 def save_if_due(setup: Setup, loop: Loop, point: Point) -> None:
-    """Save now and then; after a SIGTERM, save and exit.
+    """Save now and then, and before a step whose minibatches are wanted; after a SIGTERM, exit.
 
     Not while updates are being skipped: what they start from may be what is wrong, and should not
     push out checkpoints from before.
@@ -252,7 +304,8 @@ def save_if_due(setup: Setup, loop: Loop, point: Point) -> None:
             print('SIGTERM: stopped, and nothing saved (checkpoint.every is off)', flush=True)
             raise SystemExit(0)
         return
-    due = step % (c.checkpoint.every or 1) == 0 and point.skipped == 0
+    wanted = step % (c.checkpoint.every or 1) == 0 or step + 1 in loop.save_batches
+    due = wanted and point.skipped == 0
     pretrained = step == 1 and c.critic is not None and c.critic.pretrain is not None
     if due or pretrained or step == c.steps or loop.stop.asked:
         save(loop, point)

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyopt import scoring
+from policyopt import filling, scoring
 from policyopt.data import Item
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
 from policyopt.rewards import Judge, guarded
 from policyopt.sampling import (
     EngineConfig,
+    Finish,
     SamplingConfig,
     allowed_mask,
     pad_prompts,
@@ -85,6 +86,19 @@ class Collected(NamedTuple):
 Collect = Callable[..., Collected]
 
 
+class NotSampled(RuntimeError):
+    """Nothing to learn from, because logits of rows were not finite numbers.
+
+    Attributes:
+      batch: the rows of one round, with what they drew before; advantages are 0.
+      metrics: as in Collected.
+    """
+
+    def __init__(self, batch: TokenBatch, metrics: dict[str, float]):
+        self.batch, self.metrics = batch, metrics
+        super().__init__(f'{metrics["rollout/not_sampled"]:.0%} of the rows could not be sampled')
+
+
 def answers_of(rollout: Rollout, tokenizer: Any) -> list[str]:
     """Text of each row's answer: its tokens from `prompt_length` to `length`."""
     tokens, start, stop = jax.device_get((rollout.tokens, rollout.prompt_length, rollout.length))
@@ -144,7 +158,9 @@ def make_collector(
     judges them, shapes the rewards and asks the keep rule; rounds go on until prompts * group_size
     rows are kept or `max_rounds` are spent. Surplus rows are cut, missing ones filled up with rows
     of mask 0, which count in no mean. Rows without a reward lose their mask, too, and metric
-    `rollout/not_judged` says how many they are. Advantages are estimated on the rows that stay.
+    `rollout/not_judged` says how many they are. Rows whose logits are not finite numbers have no
+    reward either and are emptied, so that no forward pass meets their numbers again; metric
+    `rollout/not_sampled` counts them. Advantages are estimated on the rows that stay.
 
     The reference policy is scored only where the algorithm reads it, the critic likewise. The
     answer is one segment, and `segment_rewards` holds its reward at its last token.
@@ -157,7 +173,8 @@ def make_collector(
 
     `collect` raises ValueError where no row is kept within `max_rounds`, or too few of them and
     `config.shortage` is 'error', where no kept row has a reward and a token to learn from, and
-    where the reference gives a taken token no finite mass.
+    where the reference gives a taken token no finite mass. Where rows could not be sampled, the
+    first and the third of these are NotSampled.
 
     Raises ValueError where the algorithm reads values and `values` is None.
     """
@@ -202,12 +219,15 @@ def make_collector(
         state: Any, reference: Any, source: Iterator[list[Item]], key: Any, version: int = 0
     ) -> Collected:
         rows = config.prompts * config.group_size
-        kept, drawn, count = [], [], 0
+        kept, drawn, count, failed = [], [], 0, None
         for number in range(config.max_rounds):
             raw: Any = draw(
                 state.params, judge, next(source), jax.random.fold_in(key, number), version
             )
             raw = dataclasses.replace(raw, group=raw.group + number * config.prompts)
+            lost = np.asarray(raw.finish) == Finish.ERROR
+            if lost.any():
+                failed, raw = raw, filling.emptied(raw, lost)
             # The log has no use for what is large.
             drawn.append(jax.device_get(dataclasses.replace(raw, support=None, routing=None)))
             shaped, keep = jax.device_get(shape_and_keep(enrich(state, reference, raw)))
@@ -218,20 +238,16 @@ def make_collector(
             if count >= rows:
                 break
         everything = jax.tree.map(lambda *x: np.concatenate(x), *drawn)
-        if not np.isfinite(everything.rewards).any():
-            raise ValueError(
-                f'none of {len(everything.rewards)} answers got a reward: the judge failed on all'
-            )
-        check_count(count, rows, len(drawn), config.shortage)
-        rollout = fill(jax.tree.map(lambda *x: np.concatenate(x), *kept), rows)
-        if not rollout.mask.any():
-            raise ValueError(
-                f'none of {rows} answers has a token to learn from: they have no reward, or the '
-                "algorithm's shaping filters all of them out, as where all are overlong "
-                '(sampling.max_new_tokens)'
-            )
-        estimates = advantages(rollout)
         metrics = describe(everything)
+        try:
+            rollout = enough(everything, kept, count, config)
+        except ValueError as error:
+            if failed is None:
+                raise
+            failed = jax.device_get(failed)
+            batch = to_batch(failed, np.zeros_like(failed.logp_behavior))
+            raise NotSampled(batch, metrics) from error
+        estimates = advantages(rollout)
         metrics |= {'rollout/rounds': float(len(drawn)), 'rollout/kept': min(count / rows, 1.0)}
         return Collected(to_batch(rollout, *estimates), rollout, metrics)
 
@@ -244,14 +260,15 @@ def make_draw(
     """Build draw(params, judge, items, key, version): judged answers to the items, one round.
 
     The rows of a group follow each other; each row's noise depends on `key` and its number alone.
-    Rows that the judge fails on have no reward (`rewards.guarded`).
+    Rows that the judge fails on have no reward (`rewards.guarded`), nor do those whose logits are
+    not finite numbers: they finish as ERROR, with what they drew before.
     """
     if config.engine is None:
-        decode = sample
+        decode = functools.partial(sample, on_error='record')
     else:
         size = prompt_width + sampling.max_new_tokens
         engine = dataclasses.replace(config.engine, size=config.engine.size or size)
-        decode = functools.partial(sample_continuous, engine=engine)
+        decode = functools.partial(sample_continuous, engine=engine, on_error='record')
 
     def draw(params: Any, judge: Judge, items: Sequence[Item], key: Any, version: int) -> Rollout:
         repeated = [item for item in items for _ in range(config.group_size)]
@@ -268,7 +285,9 @@ def make_draw(
                 answers = answers_of(part, model.tokenizer)
                 marks.append(pool.submit(guarded(judge), answers, [item.entry for item in chunk]))
                 parts.append(part)
+        lost = np.concatenate([np.asarray(part.finish) == Finish.ERROR for part in parts])
         marked = np.concatenate([future.result() for future in marks])
+        marked = np.where(lost, np.float32(np.nan), marked)
         rewards = np.where(marked, config.right, config.wrong)
         rollout = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
         return dataclasses.replace(
@@ -279,6 +298,31 @@ def make_draw(
         )
 
     return draw
+
+
+def enough(everything: Any, kept: Sequence[Any], count: int, config: RolloutConfig) -> Rollout:
+    """The kept rows of all rounds, cut or filled up; ValueError where there is nothing to learn.
+
+    Args:
+      everything: all rows drawn.
+      kept: those kept, of each round.
+      count: how many these are.
+      config: says how many there should be.
+    """
+    rows = config.prompts * config.group_size
+    if not np.isfinite(everything.rewards).any():
+        raise ValueError(
+            f'none of {len(everything.rewards)} answers got a reward: the judge failed on all'
+        )
+    check_count(count, rows, len(kept), config.shortage)
+    rollout = filling.fill(jax.tree.map(lambda *x: np.concatenate(x), *kept), rows)
+    if not rollout.mask.any():
+        raise ValueError(
+            f'none of {rows} answers has a token to learn from: they have no reward, or the '
+            "algorithm's shaping filters all of them out, as where all are overlong "
+            '(sampling.max_new_tokens)'
+        )
+    return rollout
 
 
 def check_count(count: int, rows: int, rounds: int, shortage: str) -> None:
@@ -297,25 +341,6 @@ def check_count(count: int, rows: int, rounds: int, shortage: str) -> None:
         )
 
 
-def fill(rollout: Rollout, rows: int) -> Rollout:
-    """Cut a rollout of numpy arrays to `rows`, or fill it up with empty rows.
-
-    An empty row has mask 0, one prompt token, no reward (NaN), and a group of its own kind, -1.
-    """
-    missing = rows - len(rollout.mask)
-    if missing <= 0:
-        return jax.tree.map(lambda x: x[:rows], rollout)
-    padded = jax.tree.map(
-        lambda x: np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)]), rollout
-    )
-    special = {'group': -1, 'rewards': np.nan, 'length': 1, 'prompt_length': 1, 'version': -1}
-    special |= {'segment_rewards': np.nan, 'support': -1, 'routing': -1}
-    for field, value in special.items():
-        if (array := getattr(padded, field)) is not None:
-            array[rows - missing :] = value
-    return padded
-
-
 def to_batch(rollout: Any, advantages: Any, returns: Any = None) -> TokenBatch:
     """A rollout with its advantages, the sampler's log-probs being the proximal policy's."""
     return TokenBatch(
@@ -330,6 +355,7 @@ def to_batch(rollout: Any, advantages: Any, returns: Any = None) -> TokenBatch:
         logp_behavior=rollout.logp_behavior,
         logp_ref=rollout.logp_ref,
         positive=rollout.positive,
+        finish=rollout.finish,
         values_old=rollout.values,
         returns=returns,
         segment=rollout.segment,
@@ -356,14 +382,15 @@ def minibatches(batch: TokenBatch, parts: int) -> list[TokenBatch]:
 
 def describe(rollout: Any) -> dict[str, float]:
     """Numbers for the log, over all rows of a rollout of numpy arrays."""
-    judged = np.isfinite(rollout.rewards)
+    judged, lost = np.isfinite(rollout.rewards), rollout.finish == Finish.ERROR
     lengths = rollout.mask.sum(axis=1)
     return {
         'reward': float(rollout.rewards[judged].mean()) if judged.any() else 0.0,
         'accuracy': float(rollout.positive[judged].mean()) if judged.any() else 0.0,
         'length': float(lengths.mean()),
         'truncated': float(rollout.truncated.mean()),
-        'rollout/not_judged': float((~judged).mean()),
+        'rollout/not_judged': float((~judged & ~lost).mean()),
+        'rollout/not_sampled': float(lost.mean()),
         'rollout/rows': float(len(lengths)),
         'rollout/tokens': float(lengths.sum()),
     }

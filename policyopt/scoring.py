@@ -46,6 +46,7 @@ __all__ = [
     'score',
     'score_and_hidden',
     'score_hidden',
+    'support_faults',
     'support_logp_entropy',
     'token_logp_entropy',
     'token_values',
@@ -247,26 +248,35 @@ def check_support(batch: Any, vocab_size: int | None = None) -> None:
 
     What it can't check: that the ids are those the sampler kept.
     """
+    for bad, what in support_faults(batch, vocab_size):
+        if np.any(bad):
+            row, t = np.argwhere(bad)[0]
+            token, ids = (np.asarray(x)[row, t].tolist() for x in (batch.tokens, batch.support))
+            raise ValueError(
+                f'row {row}, position {t}: {what}. Token {token}, support {ids}. {np.sum(bad)} '
+                'such positions in all.'
+            )
+
+
+def support_faults(batch: Any, vocab_size: int | None = None) -> list[tuple[np.ndarray, str]]:
+    """What `check_support` looks for: [B,T] bool where it is so, and what it is.
+
+    Args:
+      batch, vocab_size: as `check_support`; [] for a batch without support.
+    """
     if getattr(batch, 'support', None) is None:
-        return
+        return []
     tokens, support = np.asarray(batch.tokens), np.asarray(batch.support)
     active = np.asarray(batch.mask) != 0
     ordered = np.sort(support, axis=-1)
     missing = ~np.any((support == tokens[..., None]) & (support >= 0), axis=-1)
     twice = np.any((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0), axis=-1)
     beyond = np.any(support >= (math.inf if vocab_size is None else vocab_size), axis=-1)
-    for bad, what in (
-        (missing, 'the taken token is not in its support'),
-        (twice, 'the support names a token twice'),
-        (beyond, f'the support names a token outside the vocabulary of {vocab_size}'),
-    ):
-        bad = bad & active
-        if np.any(bad):
-            row, t = np.argwhere(bad)[0]
-            raise ValueError(
-                f'row {row}, position {t}: {what}. Token {tokens[row, t]}, support '
-                f'{support[row, t].tolist()}. {np.sum(bad)} such positions in all.'
-            )
+    return [
+        (missing & active, 'the taken token is not in its support'),
+        (twice & active, 'the support names a token twice'),
+        (beyond & active, f'the support names a token outside the vocabulary of {vocab_size}'),
+    ]
 
 
 def check_routing(batch: Any, config: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from policyopt import workdir as workdir_lib
 from policyopt.checkpoint import CheckpointError, Checkpoints
 from policyopt.recipe import Setup
 from policyopt.reinforce import Loop, Point, record_accuracy
+from policyopt.rollout import NotSampled
 from policyopt.sampling.config import RowErrors
 from policyopt.workdir import CURVES, RECORDS, SETTINGS, TIMINGS
 
@@ -39,8 +40,14 @@ _CONFIG = config_flags.DEFINE_config_file(
     accept_new_attributes=True,
 )
 # Errors of a run whose message says all.
-ENDS = (CheckpointError, workdir_lib.WorkdirError, stopping.Unstable, RowErrors)
+ENDS = (CheckpointError, workdir_lib.WorkdirError, stopping.Unstable, RowErrors, NotSampled)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for everything that the run writes.')
+_SAVE_BATCHES = flags.DEFINE_list(
+    'save_batches',
+    [],
+    'RL steps, as 1,40, whose minibatches are saved for `python -m policyopt.inspect`, each with a '
+    'checkpoint of the step before that is kept. It changes nothing that the run computes.',
+)
 
 
 class Result(NamedTuple):
@@ -63,29 +70,45 @@ class Job(NamedTuple):
       checkpoints: of the run; None where the config wants none.
       resumed: whether it goes on from a checkpoint.
       lock: on the folder, until it is closed.
+      save_batches: RL steps whose minibatches are saved.
     """
 
     setup: Setup
     checkpoints: Checkpoints | None
     resumed: bool
     lock: IO[str]
+    save_batches: tuple[int, ...] = ()
 
 
-def start(config: Mapping[str, Any], workdir: Path) -> Job:
+def start(config: Mapping[str, Any], workdir: Path, save_batches: Sequence[int] = ()) -> Job:
     """Check the config and claim the folder, before anything is compiled.
 
     An unfinished run of the same config there is gone on with; any other is moved aside.
 
-    Raises ValueError or TypeError as `recipe.prepare`, `workdir.claim` and `Checkpoints.check` do.
+    Args:
+      config: as `recipe.prepare` takes it.
+      workdir: folder of the run.
+      save_batches: RL steps whose minibatches are saved, each with a checkpoint of the step before.
+
+    Raises ValueError or TypeError as `recipe.prepare`, `workdir.claim` and `Checkpoints.check` do,
+    and for a step to save that the run has not.
     """
     setup = recipe.prepare(config)
+    for step in save_batches:
+        if not 1 <= step <= setup.config.steps:
+            raise ValueError(
+                f'--save_batches has {step}; legal are RL steps, 1 to {setup.config.steps}'
+            )
     lock = workdir_lib.claim(workdir)
     try:
         c = setup.config
         resumed = bool(c.checkpoint.every) and workdir_lib.unfinished(workdir)
         if not resumed:
             lock = workdir_lib.move_aside(workdir, lock)
-        checkpoints = Checkpoints(workdir, c.checkpoint.keep, c) if c.checkpoint.every else None
+        checkpoints = None
+        if c.checkpoint.every:
+            also = [step - 1 for step in save_batches]
+            checkpoints = Checkpoints(workdir, c.checkpoint.keep, c, also)
         if resumed:
             assert checkpoints is not None
             checkpoints.check()
@@ -93,7 +116,7 @@ def start(config: Mapping[str, Any], workdir: Path) -> Job:
     except BaseException:
         lock.close()
         raise
-    return Job(setup, checkpoints, resumed, lock)
+    return Job(setup, checkpoints, resumed, lock, tuple(save_batches))
 
 
 def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:
@@ -106,7 +129,7 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
     setup = job.setup
     begin = time.time()
     metrics.append(workdir / TIMINGS, 'start', 0, {'time': begin})
-    loop = reinforce.make_loop(setup, workdir, job.checkpoints, stop)
+    loop = reinforce.make_loop(setup, workdir, job.checkpoints, stop, job.save_batches)
     point = reinforce.resume(setup, loop) if job.resumed else from_the_start(setup, loop)
     before, warm_steps = point.before, point.warm_steps
     params = reinforce.reinforce(setup, loop, point)
@@ -167,6 +190,16 @@ def read_flags(argv: list[str]) -> list[str]:
         raise SystemExit(lines[-1] if trace else ' '.join(lines)) from None
 
 
+def steps_of(texts: Sequence[str]) -> list[int]:
+    """The RL steps of --save_batches; ValueError for what is no number."""
+    try:
+        return [int(text) for text in texts]
+    except ValueError:
+        raise ValueError(
+            f'--save_batches is {",".join(texts)}; legal are RL steps, as 1,40'
+        ) from None
+
+
 def main(argv: list[str]) -> None:
     """Entry point of `python -m policyopt.train`."""
     if len(argv) > 1:
@@ -175,7 +208,7 @@ def main(argv: list[str]) -> None:
     workdir = Path(_WORKDIR.value or '')
     stop = stopping.Stop().listen()
     try:
-        job = start(_CONFIG.value.to_dict(), workdir)
+        job = start(_CONFIG.value.to_dict(), workdir, steps_of(_SAVE_BATCHES.value))
     except CheckpointError as error:  # may have a line for each field
         raise SystemExit(f'{type(error).__name__}: {error}') from error
     except (ValueError, TypeError, OSError) as error:  # of the settings: no traceback needed

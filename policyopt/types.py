@@ -121,6 +121,7 @@ class TokenBatch:
     logp_behavior: Array | None = None
     logp_ref: Array | None = None
     positive: Array | None = None
+    finish: Array | None = None
     values_old: Array | None = None
     returns: Array | None = None
     segment: Array | None = None
@@ -191,18 +192,43 @@ class Estimates(NamedTuple):
     returns: Array | None = None
 
 
+class Terms(NamedTuple):
+    """What a loss is made of at each token; arrays [B,T], to look at.
+
+    Attributes:
+      weights: of the loss's sum over tokens.
+      loss: weighted loss; sums to the loss.
+      log_ratio: of the policy term; None in a loss without one, like all that follow.
+      objective: of the policy term, before gates.
+      frozen: bool, the objective has exactly no slope in the token's own logp_new.
+      gates: name -> factor of the objective.
+      penalties: name -> value, before weighting.
+    """
+
+    weights: Array
+    loss: Array
+    log_ratio: Array | None = None
+    objective: Array | None = None
+    frozen: Array | None = None
+    gates: dict[str, Array] | None = None
+    penalties: dict[str, Array] | None = None
+
+
 class LossTransform(NamedTuple):
-    """A loss in two pure functions.
+    """A loss in two pure functions, and one to look inside.
 
     Attributes:
       weigh: TokenBatch -> weights, a pytree of [B,T] arrays. Once per optimizer minibatch, before
         it is split, so that splitting changes nothing.
       apply: (LossInputs, weights) -> LossOutput. Inside the gradient, once per microbatch; losses
         and gradients of the microbatches are summed.
+      explain: (LossInputs, weights) -> {name: Terms}, whose losses sum to that of `apply`; None in
+        a loss that does not say. `policyopt.inspect` reads it; training does not.
     """
 
     weigh: Callable[[Any], Any]
     apply: Callable[[LossInputs, Any], LossOutput]
+    explain: Callable[[LossInputs, Any], dict[str, Terms]] | None = None
 
 
 class Controller(NamedTuple):

@@ -11,13 +11,24 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from policyopt import checkpoint, metrics, recipe, reinforce, rewards, stopping, train
+from policyopt import (
+    batches,
+    checkpoint,
+    metrics,
+    recipe,
+    reinforce,
+    rewards,
+    rollout,
+    stopping,
+    train,
+)
 from policyopt import workdir as workdir_lib
 from policyopt.workdir import WorkdirError
 from tests.learning import random_batch
@@ -299,7 +310,8 @@ def test_too_many_skipped_updates_end_the_run_with_the_batch_saved(tmp_path):
     parts[1].advantages[:] = np.nan
     logp = [np.zeros_like(part.logp_old) for part in parts]
     point = reinforce.Point(None, None, 5, 1, None, 0)
-    done = reinforce.Step(None, {}, {}, parts, logp, [True, False])
+    state = types.SimpleNamespace(params={'w': np.ones(3, np.float32)})
+    done = reinforce.Step(state, {}, {}, parts, logp, [True, False], {'kl': np.float32(0.5)})
     point = point._replace(skipped=reinforce.count_skipped(setup, loop, point, done))
     assert point.skipped == 0
     reinforce.save_if_due(setup, loop, point)
@@ -315,10 +327,55 @@ def test_too_many_skipped_updates_end_the_run_with_the_batch_saved(tmp_path):
         np.testing.assert_array_equal(saved['tokens'], parts[1].tokens)
         assert np.isnan(saved['advantages']).all() and saved['logp_new'].shape == logp[1].shape
         assert 'support' not in saved
+    _, origin = batches.load_minibatch(tmp_path / 'batches' / 'offending_000006.npz')
+    assert (origin.step, origin.epoch, origin.minibatch) == (6, 1, 2)
+    assert origin.params == checkpoint.fingerprint(state.params) != checkpoint.fingerprint({})
+    assert origin.controllers == {'kl': 0.5} and origin.config['max_skipped'] == 3
+    done = done._replace(skipped=[True, True, False])
+    with pytest.raises(stopping.Unstable):
+        reinforce.count_skipped(setup, loop, point, done._replace(logp_new=logp * 2))
+    _, origin = batches.load_minibatch(tmp_path / 'batches' / 'offending_000006.npz')
+    assert origin.params is None  # the third update moved on
+
+
+def test_steps_where_nothing_can_be_sampled_end_the_run_with_their_rows_saved(tmp_path):
+    """They count as skipped updates; no parameter, controller or optimizer state moves."""
+    setup, loop = loop_of(tmp_path, max_skipped=5, epochs=2, minibatches=1)
+    batch = dataclasses.replace(random_batch(0), finish=np.full(8, 5, np.int32))
+    metrics = {'rollout/not_sampled': 1.0, 'rollout/tokens': 9.0}
+
+    def collect(*args, **kwargs):
+        raise rollout.NotSampled(batch, metrics)
+
+    state = types.SimpleNamespace(
+        params={'w': np.ones(3, np.float32)},
+        key=jax.random.key(0),
+        controllers={'kl': np.float32(2.0)},
+    )
+    point = reinforce.Point(state, None, 3, 0, None, 0)
+    loop = loop._replace(collect=collect)
+    for step in (4, 5):
+        done = reinforce.rl_step(setup, loop, point, step)
+        assert done.state is state and done.values == metrics | {'skipped': 1.0}
+        point = point._replace(step=step, skipped=reinforce.count_skipped(setup, loop, point, done))
+        assert point.skipped == 2 * (step - 3)
+        reinforce.save_if_due(setup, loop, point)
+    assert loop.checkpoints.steps() == []
+    done = reinforce.rl_step(setup, loop, point, 6)
+    with pytest.raises(stopping.Unstable, match='logits are not finite, the last at RL step 6'):
+        reinforce.count_skipped(setup, loop, point._replace(step=6), done)
+    arrays, origin = batches.load_minibatch(tmp_path / 'batches' / 'offending_000006.npz')
+    assert 'logp_new' not in arrays and (arrays['finish'] == 5).all()
+    assert (origin.epoch, origin.minibatch) == (0, 0) and origin.controllers == {'kl': 2.0}
+    assert origin.params == checkpoint.fingerprint(state.params)
 
 
 def test_checkpoints_are_due(tmp_path):
     setup, loop = loop_of(tmp_path, steps=8, checkpoint=dict(every=3))
+    wanted = loop._replace(save_batches=(3, 8), checkpoints=Recorder())
+    for step in range(1, 9):
+        reinforce.save_if_due(setup, wanted, reinforce.Point(None, None, step, 0, None, 0))
+    assert wanted.checkpoints.steps() == [2, 3, 6, 7, 8]
     for step in range(1, 9):
         reinforce.save_if_due(setup, loop, reinforce.Point(None, None, step, 0, None, 0))
     assert loop.checkpoints.steps() == [3, 6, 8]

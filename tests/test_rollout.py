@@ -118,6 +118,53 @@ def test_row_without_a_reward_leaves_the_statistics():
     assert np.asarray(found.batch.mask).any(axis=1).tolist() == [True, False, True]
 
 
+SEVEN = TOKENIZER.encode('7')[0]
+
+
+@pytest.mark.parametrize('engine', [None, EngineConfig(slots=4)])
+def test_rows_whose_logits_are_not_finite_cost_themselves_only(engine):
+    """What follows a 7 is NaN: rows that draw one before their last token are emptied."""
+    clean = collect(NO_KL, cycling(1, 0), group_size=16, engine=engine)
+    source = data.batches(ITEMS, 2, seed=0)
+    params = PARAMS.at[SEVEN].set(jnp.nan)
+    run = collector(NO_KL, cycling(1, 0), group_size=16, engine=engine)
+    found = run(state_of(params), None, source, jax.random.key(0), 3)
+    drawn = np.asarray(clean.batch.mask) != 0
+    drawn[:, -1] = False
+    at = np.arange(drawn.shape[1]) == np.asarray(clean.batch.length)[:, None] - 1
+    lost = ((np.asarray(clean.batch.tokens) == SEVEN) & drawn & ~at).any(axis=1)
+    assert 0 < lost.sum() < 32
+    assert found.metrics['rollout/not_sampled'] == pytest.approx(lost.mean())
+    assert found.metrics['rollout/not_judged'] == 0
+    batch = found.batch
+    assert (np.asarray(batch.finish) == 5).tolist() == lost.tolist()
+    assert np.isnan(batch.rewards).tolist() == lost.tolist()
+    assert not batch.tokens[lost].any() and not np.asarray(batch.mask)[lost].any()
+    assert batch.length[lost].tolist() == [1] * lost.sum()
+    assert np.array_equal(batch.group, clean.batch.group)
+    for name in ('tokens', 'mask', 'rewards', 'logp_old', 'positive', 'version', 'length'):
+        np.testing.assert_array_equal(
+            getattr(batch, name)[~lost], getattr(clean.batch, name)[~lost], name
+        )
+    assert np.isfinite(np.asarray(batch.advantages)).all()
+
+
+def test_where_no_row_can_be_sampled_the_rows_are_handed_over():
+    """Not an error of the judge, nor of the keep rule."""
+    equals = TOKENIZER.encode('=')[0]
+    for algorithm in (NO_KL, po.algorithms.dapo(max_length=3, cache=1)):
+        run = collector(algorithm, cycling(1, 0))
+        source = data.batches(ITEMS, 2, seed=0)
+        params = PARAMS.at[equals].set(jnp.inf)
+        with pytest.raises(rollout.NotSampled, match='100% of the rows could not') as error:
+            run(state_of(params), None, source, jax.random.key(0), 3)
+        batch = error.value.batch
+        assert (np.asarray(batch.finish) == 5).all() and np.isnan(batch.rewards).all()
+        assert batch.tokens[:, 3].tolist() == [equals] * 8  # as they were
+        assert not batch.advantages.any()
+        assert error.value.metrics['rollout/not_sampled'] == 1
+
+
 def test_nothing_to_learn_from_is_an_error_that_says_why():
     for algorithm, rows in ((NO_KL, 8), (po.algorithms.dapo(max_length=3, cache=1), 24)):
         with pytest.raises(ValueError, match=f'none of {rows} answers got a reward: the judge'):

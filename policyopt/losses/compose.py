@@ -23,6 +23,7 @@ from policyopt.types import (
     LossTransform,
     Mean,
     MissingInput,
+    Terms,
     require,
 )
 
@@ -136,8 +137,43 @@ def _check_weights(weights: Array, inputs: LossInputs) -> Array:
     return jnp.asarray(weights, inputs.logp_new.dtype)
 
 
-def _total(weights: Array, token_loss: Array, mask: Array) -> Array:
-    return jnp.sum(masked.select(mask, weights * token_loss))
+def _transform(
+    name: str,
+    weigh: Callable[[Any], Array],
+    look: Callable[[LossInputs, Array], tuple[Terms, dict[str, Mean]]],
+) -> LossTransform:
+    """A weighted sum over tokens; `look` takes clean inputs and weights to terms and metrics."""
+
+    def clean_look(inputs: LossInputs, weights: Array) -> tuple[Terms, dict[str, Mean]]:
+        inputs = clean(inputs)
+        return look(inputs, _check_weights(weights, inputs))
+
+    def apply(inputs: LossInputs, weights: Array) -> LossOutput:
+        terms, metrics = clean_look(inputs, weights)
+        metrics = {f'{name}/{k}': v for k, v in metrics.items()}
+        return LossOutput(jnp.sum(terms.loss), jax.lax.stop_gradient(metrics))
+
+    return LossTransform(weigh, apply, lambda inputs, w: {name: clean_look(inputs, w)[0]})
+
+
+def _by(aggregate: Any) -> Callable[[Any], Array]:
+    return lambda batch: aggregate(batch.mask, getattr(batch, 'group', None))
+
+
+def _weighted(weights: Array, token_loss: Array, mask: Array) -> Array:
+    return masked.select(mask, weights * token_loss)
+
+
+def _named(parts: Sequence[Any]) -> list[str]:
+    """Names of parts, each once: the factory's, with a number behind it where it comes again."""
+    names: list[str] = []
+    for part in parts:
+        made = part.make if isinstance(part, Adaptive) else part
+        made = made.func if isinstance(made, functools.partial) else made
+        name = getattr(made, '__name__', type(made).__name__).partition('(')[0]
+        times = sum(n.partition(' ')[0] == name for n in names)
+        names.append(f'{name} {times + 1}' if times else name)
+    return names
 
 
 @checks.factory('loss')
@@ -182,12 +218,7 @@ def policy_loss(
         for part in parts:
             checks.check_slot(slot, part)
 
-    def weigh(batch: Any) -> Array:
-        return aggregate(batch.mask, getattr(batch, 'group', None))
-
-    def apply(inputs: LossInputs, weights: Array) -> LossOutput:
-        inputs = clean(inputs)
-        weights = _check_weights(weights, inputs)
+    def look(inputs: LossInputs, weights: Array) -> tuple[Terms, dict[str, Mean]]:
         bind = functools.partial(_bind, coefficients=inputs.coefficients)
         log_ratio_of, surrogate_of = bind(ratio), bind(surrogate)
 
@@ -200,24 +231,25 @@ def policy_loss(
             return _ran('surrogate', surrogate, objective, shape), log_ratio
 
         objective, log_ratio = policy_term(inputs.logp_new)
-        gate = jnp.ones_like(objective)
-        for part in gates:
-            gate = gate * _ran('gate', part, bind(part)(inputs, log_ratio), shape)
+
+        def run(slot: str, parts: Sequence[Any]) -> dict[str, Array]:
+            values = [_ran(slot, x, bind(x)(inputs, log_ratio), shape) for x in parts]
+            return dict(zip(_named(parts), values, strict=True))
+
+        factors, added = run('gate', gates), run('penalty', penalties)
+        gate = functools.reduce(jnp.multiply, factors.values(), jnp.ones_like(objective))
         gated = jax.lax.stop_gradient(gate) * objective
-        penalty = jnp.zeros_like(objective)
-        for part in penalties:
-            value = bind(part)(inputs, log_ratio)
-            penalty = penalty + _ran('penalty', part, value, shape)
+        penalty = functools.reduce(jnp.add, added.values(), jnp.zeros_like(objective))
 
         slope = jax.grad(lambda logp: jnp.sum(masked.select(inputs.mask, policy_term(logp)[0])))
         frozen = slope(jax.lax.stop_gradient(inputs.logp_new)) == 0
         metrics = _policy_metrics(inputs, log_ratio, gated, gate, frozen)
         if penalties:
             metrics['penalty'] = Mean.of(penalty, inputs.mask)
-        metrics = jax.lax.stop_gradient({f'{name}/{k}': v for k, v in metrics.items()})
-        return LossOutput(_total(weights, penalty - gated, inputs.mask), metrics)
+        loss = _weighted(weights, penalty - gated, inputs.mask)
+        return Terms(weights, loss, log_ratio, objective, frozen, factors, added), metrics
 
-    return LossTransform(weigh, apply)
+    return _transform(name, _by(aggregate), look)
 
 
 def _policy_metrics(
@@ -252,25 +284,19 @@ def value_loss(*, aggregate: Any, clip: float | None = None, name: str = 'value'
     if clip is not None:
         checks.number('clip', clip, 0)
 
-    def weigh(batch: Any) -> Array:
-        return aggregate(batch.mask, getattr(batch, 'group', None))
-
-    def apply(inputs: LossInputs, weights: Array) -> LossOutput:
-        inputs = clean(inputs)
-        weights = _check_weights(weights, inputs)
+    def look(inputs: LossInputs, weights: Array) -> tuple[Terms, dict[str, Mean]]:
         values, returns = require(inputs, 'values', name), require(inputs, 'returns', name)
         error = jnp.square(values - returns)
-        metrics = {f'{name}/error': Mean.of(error, inputs.mask)}
+        metrics = {'error': Mean.of(error, inputs.mask)}
         if clip is not None:
             old = require(inputs, 'values_old', f'{name} with clip')
             kept = old + jnp.clip(values - old, -clip, clip)
             other = jnp.square(kept - returns)
-            metrics[f'{name}/clipped'] = Mean.of(other > error, inputs.mask)
+            metrics['clipped'] = Mean.of(other > error, inputs.mask)
             error = jnp.where(other > error, other, error)
-        loss = _total(weights, 0.5 * error, inputs.mask)
-        return LossOutput(loss, jax.lax.stop_gradient(metrics))
+        return Terms(weights, _weighted(weights, 0.5 * error, inputs.mask)), metrics
 
-    return LossTransform(weigh, apply)
+    return _transform(name, _by(aggregate), look)
 
 
 @checks.factory('loss')
@@ -288,14 +314,11 @@ def positive_nll(*, aggregate: Any, name: str = 'nll') -> LossTransform:
         mask = (jnp.asarray(batch.mask) != 0) & positive[:, None]
         return aggregate(mask, getattr(batch, 'group', None))
 
-    def apply(inputs: LossInputs, weights: Array) -> LossOutput:
-        inputs = clean(inputs)
-        weights = _check_weights(weights, inputs)
-        metrics = {f'{name}/logp': Mean.of(inputs.logp_new, weights)}
-        loss = _total(weights, -inputs.logp_new, inputs.mask)
-        return LossOutput(loss, jax.lax.stop_gradient(metrics))
+    def look(inputs: LossInputs, weights: Array) -> tuple[Terms, dict[str, Mean]]:
+        metrics = {'logp': Mean.of(inputs.logp_new, weights)}
+        return Terms(weights, _weighted(weights, -inputs.logp_new, inputs.mask)), metrics
 
-    return LossTransform(weigh, apply)
+    return _transform(name, weigh, look)
 
 
 def add(*losses: LossTransform) -> LossTransform:
@@ -320,7 +343,13 @@ def add(*losses: LossTransform) -> LossTransform:
             total, metrics = total + out.loss, metrics | out.metrics
         return LossOutput(total, metrics)
 
-    return LossTransform(weigh, apply)
+    def explain(inputs: LossInputs, weights: tuple[Any, ...]) -> dict[str, Terms]:
+        parts = zip(losses, weights, strict=True)
+        found = [loss.explain(inputs, part) for loss, part in parts if loss.explain]
+        return {name: terms for each in found for name, terms in each.items()}
+
+    said = all(loss.explain is not None for loss in losses)
+    return LossTransform(weigh, apply, explain if said else None)
 
 
 def _check_losses(*losses: Any) -> None:
@@ -339,7 +368,15 @@ def scale(factor: float | Array, loss: LossTransform) -> LossTransform:
         out = loss.apply(inputs, weights)
         return LossOutput(factor * out.loss, out.metrics)
 
-    return LossTransform(loss.weigh, apply)
+    def explain(inputs: LossInputs, weights: Any) -> dict[str, Terms]:
+        terms = loss.explain(inputs, weights) if loss.explain else {}
+
+        def scaled(x: Terms) -> Terms:
+            return x._replace(weights=factor * x.weights, loss=factor * x.loss)
+
+        return {name: scaled(x) for name, x in terms.items()}
+
+    return LossTransform(loss.weigh, apply, explain if loss.explain else None)
 
 
 def required_inputs(
