@@ -40,11 +40,13 @@ class Accuracy(NamedTuple):
       correct: number of answers with full marks.
       total: number of problems.
       answers: text of every answer, in the problems' order.
+      right: whether it got full marks, of every answer.
     """
 
     correct: int
     total: int
     answers: tuple[str, ...] = ()
+    right: tuple[bool, ...] = ()
 
     @property
     def value(self) -> float:
@@ -79,7 +81,9 @@ def accuracy(
     found = answers_lib.draw(
         model, params, items, judge, key, config, prompt_width=prompt_width, batch=batch
     )
-    return Accuracy(int(found.correct.sum()), len(items), tuple(text for (text,) in found.texts))
+    right = found.correct[:, 0]
+    texts = tuple(text for (text,) in found.texts)
+    return Accuracy(int(right.sum()), len(items), texts, tuple(right.tolist()))
 
 
 def held_out(setup: Setup, params: Any) -> Accuracy:
