@@ -54,7 +54,7 @@ ROWS = (
     Row('sampled accuracy', 'accuracy', '.1%', np.argmax),
     Row('reward', 'reward', '.3f', np.argmax),
     Row('length (tokens)', 'length', '.1f'),
-    Row('cut off at the limit', 'truncated', '.1%', np.argmin),
+    Row('cut off at the limit', 'truncated', '.1%'),
     Row('KL to the sampler (nats per token)', 'kl_behavior/k3', '.2g'),
     Row('KL to the reference (nats per token)', 'kl_reference/k3', '.2g'),
     Row('entropy (nats per token)', 'entropy', '.3f'),

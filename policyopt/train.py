@@ -176,6 +176,9 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
     show_answers(setup, before, after)
     print(f'held-out accuracy before RL: {before}')
     print(f'held-out accuracy after RL:  {after}, {metrics.change(after.value - before.value)}')
+    parts = [evaluate.by_task(accuracy, setup.task.held_out) for accuracy in (before, after)]
+    for name, part in parts[1].items():
+        print(f'  {name}: {parts[0][name]} before, {part} after')
     print(f'dashboard: {files.figure or "not drawn, matplotlib is not installed"}')
     print(f'report: {files.page}')
     print(f'everything else: {workdir}; {time.time() - begin:.0f} s in all')

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import policyopt as po
-from policyopt import batches, data, evaluate, metrics, recipe, train
+from policyopt import batches, data, evaluate, metrics, recipe, reinforce, train
 from policyopt import workdir as workdir_lib
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -310,6 +310,16 @@ def test_display_of_a_stage_that_goes_on_or_may_end_early(capsys):
     with metrics.Display('RL', 50, Console(force_terminal=True, width=120), start=40):
         pass
     assert '40/50' in capsys.readouterr().out
+
+
+def test_what_is_explained_once():
+    setup = recipe.prepare(get_config('tiny', ema=0.9))
+    assert 'greedy, by the moving average' in reinforce.explanation(setup)
+    usual = {'rollout/kept': 1.0, 'rollout/not_judged': 0.0, 'skipped': 0.0}
+    assert not list(reinforce.remarks(setup, usual))
+    kept, judged, skipped = reinforce.remarks(setup, dict.fromkeys(usual, 0.5))
+    assert 'fewer than its 32 rows in rollout.max_rounds=30 rounds' in kept
+    assert 'no reward' in judged and 'skipped' in skipped
 
 
 def test_changes_in_words():

@@ -103,7 +103,7 @@ def test_steps_done_twice_count_once(folder, tmp_path):
     ('config', 'title'),
     [
         ({'algorithm': 'a.dr_grpo', 'task': {'file': 'a/gsm.jsonl'}}, 'Dr. GRPO on gsm'),
-        ({'algorithm': 'a.grpo', 'tasks': {'sums': {}, 'big_moves': {}}}, 'GRPO on sums and big moves'),
+        ({'algorithm': 'a.grpo', 'tasks': {'sums': {}, 'moves_2': {}}}, 'GRPO on sums and moves 2'),
         ({'algorithm': 'experiments.mine.my_method'}, 'my method'),
         ({}, 'run'),
     ],
@@ -198,7 +198,7 @@ def test_layers_that_are_many():
     [
         (lambda f: [str(f.parent / 'whol')], 'Did you mean `whole`'),
         (lambda f: [str(f.parent)], 'it has no metrics.jsonl. Runs in it: whole'),
-        (lambda f: [str(f), '--metrics=entropi'], 'no metric `entropi`. Did you mean `entropy`'),
+        (lambda f: [str(f), '--metrics=entropi'], 'has a metric `entropi`. Did you mean `entropy`'),
         (lambda f: [str(f), f'--compare={f}'], 'compared with itself'),
         (lambda f: [str(f), f'--compare={f.parent}/x'], 'there is no folder'),
     ],
@@ -214,4 +214,4 @@ def test_a_line_that_is_no_record(tmp_path, capsys):
     with open(folder / RECORDS, 'a') as file:
         file.write('nonsense\n')
     assert report.main([str(folder)]) == 2
-    assert 'line 5: no record of a run' in capsys.readouterr().err
+    assert 'line 4: no record of a run' in capsys.readouterr().err
