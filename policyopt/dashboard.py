@@ -201,7 +201,7 @@ PANELS = (
         'value',
         lambda run: [Line(name, series) for name, series in run.group('controller').items()],
     ),
-    Panel('Time of a step, running median', 'seconds', _seconds, stacked=True, zero=True),
+    Panel('Time of a step', 'seconds', _seconds, stacked=True, zero=True),
     Panel('Speed', 'tokens / s', _speed, zero=True),
 )
 
@@ -228,20 +228,20 @@ def draw(path: Path, runs: Sequence[Run], more: Sequence[str] = ()) -> bool:
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(columns * WIDTH, rows * HEIGHT + 0.9), dpi=DPI)
     axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
+    width = width_of(max(run.steps for run in runs))
     for axis, panel in zip(axes.flat, panels, strict=False):
-        _draw_panel(axis, panel, runs)
+        _draw_panel(axis, panel, runs, width)
     for number, axis in enumerate(axes.flat):
         if number >= len(panels):
             axis.remove()
         elif number + columns >= len(panels):  # the last of its column
             axis.tick_params(labelbottom=True)
             axis.set_xlabel('RL step', fontsize=8)
-    titles = list(dict.fromkeys(run.title for run in runs))
-    figure.suptitle(titles[0] if len(titles) == 1 else ' and '.join(titles), fontsize=13)
-    _legend(figure, runs)
+    figure.suptitle(title_of(runs), fontsize=13)
+    _legend(figure, runs, width)
     height = rows * HEIGHT + 0.9
     figure.subplots_adjust(
-        left=0.55 / (columns * WIDTH),
+        left=0.62 / (columns * WIDTH),
         right=1 - 0.12 / (columns * WIDTH),
         top=1 - 0.62 / height,
         bottom=0.78 / height,
@@ -252,15 +252,21 @@ def draw(path: Path, runs: Sequence[Run], more: Sequence[str] = ()) -> bool:
     return True
 
 
-def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Run]) -> None:
+def title_of(runs: Sequence[Run]) -> str:
+    """What the runs are about, in words."""
+    titles = list(dict.fromkeys(run.title for run in runs))
+    return ' and '.join(filter(None, [', '.join(titles[:-1]), titles[-1]]))
+
+
+def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Run], width: int) -> None:
     title = panel.title
     if len(runs) == 1:
         lines = panel.lines(runs[0])
         if panel.stacked:
-            title += _stack(axis, lines)
+            title += _stack(axis, lines, width)
         else:
             for number, line in enumerate(lines):
-                _draw_line(axis, line, _colour(number), panel, quiet=number > 0)
+                _draw_line(axis, line, _colour(number), panel, width, quiet=number > 0)
         if len(lines) > 1:
             axis.legend(fontsize=6, ncols=2 if len(lines) > 4 else 1, framealpha=0.6)
     else:
@@ -272,27 +278,47 @@ def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Run]) -> None:
                 total = sum(line.series.values for line in lines)
                 lines = [Line('in all', Series(lines[0].series.steps, total))]
             if lines:
-                _draw_line(axis, lines[0], _colour(number), panel)
+                _draw_line(axis, lines[0], _colour(number), panel, width)
         first = next(lines for run in runs if (lines := panel.lines(run)))[0]
         if several:
             title += f': {"in all" if panel.stacked else first.label}'
         if panel.stacked:
             title += _cut(axis, [line.get_ydata() for line in axis.lines])
     if panel.log:
-        axis.set_yscale('log')
-    elif panel.zero:
-        axis.set_ylim(bottom=0)
+        _log(axis)
+    else:
+        axis.ticklabel_format(axis='y', scilimits=(-2, 5))
+        axis.yaxis.get_offset_text().set_fontsize(7)
+        if panel.zero:
+            axis.set_ylim(bottom=0)
     axis.set_title(title, fontsize=9)
     axis.set_ylabel(panel.unit, fontsize=8)
-    axis.tick_params(labelsize=7)
+    axis.tick_params(which='both', labelsize=7)
+    axis.margins(x=0.01)
     axis.grid(alpha=0.25, lw=0.5)
+
+
+def _log(axis: Any) -> None:
+    """A logarithmic y axis with plain numbers, between powers of ten where there are few."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_yscale('log')
+    low, high = axis.get_ylim()
+    plain = FuncFormatter(lambda value, place: f'{value:g}')
+    axis.yaxis.set_major_formatter(plain)
+    decades = np.log10(high / low)
+    shown = (2, 5) if decades > 0.7 else range(1, 10)
+    some = FuncFormatter(lambda value, place: f'{value:g}' if int(f'{value:e}'[0]) in shown else '')
+    axis.yaxis.set_minor_formatter(some if decades < 2 else NullFormatter())
 
 
 def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def _draw_line(axis: Any, line: Line, colour: str, panel: Panel, quiet: bool = False) -> None:
+def _draw_line(
+    axis: Any, line: Line, colour: str, panel: Panel, width: int, quiet: bool = False
+) -> None:
     """Thin as measured, thick its running mean, and the band."""
     steps, values = line.series
     marker = 'o' if panel.points or len(steps) <= FEW else None
@@ -302,29 +328,28 @@ def _draw_line(axis: Any, line: Line, colour: str, panel: Panel, quiet: bool = F
             axis.fill_between(steps, line.low, line.high, color=colour, alpha=0.2, lw=0)
         axis.plot(steps, values, lw=1.3 if not quiet else 0.9, **look)
         return
-    width = width_of(len(steps))
+    width = width if len(steps) > width else 1
+    mean = median if panel.stacked else smooth
     if line.low is not None and line.high is not None:
         ends = [smooth(end, width) for end in (line.low, line.high)]
         axis.fill_between(steps, *ends, color=colour, alpha=0.2, lw=0)
     if width > 1 and not quiet:
         axis.plot(steps, values, color=colour, lw=0.5, alpha=0.35)
-    axis.plot(steps, smooth(values, width), lw=1.3 if not quiet else 0.9, **look)
+    axis.plot(steps, mean(values, width), lw=1.3 if not quiet else 0.9, **look)
 
 
-def _stack(axis: Any, lines: Sequence[Line]) -> str:
+def _stack(axis: Any, lines: Sequence[Line], width: int) -> str:
     steps = lines[0].series.steps
-    width = 1 if len(steps) <= FEW else width_of(len(steps))
-    parts = [line.series.values for line in lines]
-    # Compiling steps would spread over their neighbours: the median takes no notice of them.
-    smoothed = [_median(part, width) for part in parts]
+    width = width if len(steps) > width else 1
+    smoothed = [median(line.series.values, width) for line in lines]
     colours = [_colour(i) for i in range(len(lines))]
     axis.stackplot(steps, *smoothed, labels=[line.label for line in lines], colors=colours, lw=0)
     return _cut(axis, [sum(smoothed)])
 
 
-def _median(values: np.ndarray, width: int) -> np.ndarray:
-    half = width // 2
-    padded = np.pad(values, half, mode='edge')
+def median(values: np.ndarray, width: int) -> np.ndarray:
+    """Running median, which takes no notice of the few steps that compile; `width` is odd."""
+    padded = np.pad(values, width // 2, mode='reflect')  # the first of them counts once
     return np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)
 
 
@@ -335,23 +360,20 @@ def _cut(axis: Any, totals: Sequence[np.ndarray]) -> str:
     if len(values) < 4 or values.max() <= top:
         return ''
     axis.set_ylim(0, top)
-    return f' (up to {values.max():.0f} s, compiling)'
+    return f' (compiling: up to {values.max():.0f} s)'
 
 
-def _legend(figure: Any, runs: Sequence[Run]) -> None:
+def _legend(figure: Any, runs: Sequence[Run], width: int) -> None:
     """What thin, thick and shaded mean; which colour is which run."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    widths = sorted({width_of(run.steps) for run in runs})
     grey = '0.35'
     handles: list[Any] = []
-    if widths[-1] > 1:
+    if width > 1:
         handles.append(Line2D([], [], color=grey, lw=0.6, alpha=0.6, label='thin: each step'))
-        means = ' or '.join(map(str, widths))
-        handles.append(
-            Line2D([], [], color=grey, lw=1.5, label=f'thick: mean of {means} steps about it')
-        )
+        label = f'thick: mean of {width} steps about it (times: median)'
+        handles.append(Line2D([], [], color=grey, lw=1.5, label=label))
     handles.append(
         Patch(
             color=grey, alpha=0.25, lw=0, label='band: 95 % interval, as if rows were independent'

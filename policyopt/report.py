@@ -264,15 +264,15 @@ def sample_table(run: Run) -> str:
 
 def comparison(runs: Sequence[Run], more: Sequence[str] = ()) -> list[str]:
     """Paragraphs of the page of several runs, its title first."""
-    titles = list(dict.fromkeys(run.title for run in runs))
+    width = width_of(max(run.steps for run in runs))
     parts = [
-        f'# {" and ".join(titles)}\n\n' + '\n'.join(f'- **{r.name}**: {state(r)}' for r in runs)
+        f'# {dashboard.title_of(runs)}\n\n' + '\n'.join(f'- **{r.name}**: {state(r)}' for r in runs)
     ]
     rows = []
     for row in [*ROWS, *(Row(name, name, '.3g') for name in more)]:
         found = [run.series(row.metric, row.stage) for run in runs]
         if any(found):
-            cells = [last(run, row, s) for run, s in zip(runs, found, strict=True)]
+            cells = [last(run, row, s, width) for run, s in zip(runs, found, strict=True)]
             rows.append((row.name, *cells))
     heading = 'metric at the end'
     parts.append('## Results\n\n' + table((heading, *(run.name for run in runs)), rows))
@@ -282,16 +282,18 @@ def comparison(runs: Sequence[Run], more: Sequence[str] = ()) -> list[str]:
     return parts
 
 
-def last(run: Run, row: Row, series: Series) -> str:
+def last(run: Run, row: Row, series: Series, width: int) -> str:
     """The end of a metric, '-' where the run has none."""
     if not series:
         return '-'
-    text = f'{smoothed(series, row, width_of(run.steps))[-1]:{row.form}}'
+    text = f'{smoothed(series, row, width)[-1]:{row.form}}'
     return text + (interval(run, -1) if row.stage == 'evaluation' else '')
 
 
 def differing(runs: Sequence[Run]) -> str:
     """Table of the fields of the configs that are not the same in all runs."""
+    if missing := [run.name for run in runs if not run.config]:
+        return f'Not known: {", ".join(missing)} has no config.json.'
     flat = [settings.flat(run.config) for run in runs]
     names = sorted(set().union(*flat))
     rows = []
