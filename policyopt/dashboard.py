@@ -275,7 +275,7 @@ def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Run], width: int) -> Non
             lines = panel.lines(run)
             several |= len(lines) > 1
             if lines and panel.stacked:
-                total = sum(line.series.values for line in lines)
+                total = np.sum([line.series.values for line in lines], axis=0)
                 lines = [Line('in all', Series(lines[0].series.steps, total))]
             if lines:
                 _draw_line(axis, lines[0], _colour(number), panel, width)
@@ -344,7 +344,7 @@ def _stack(axis: Any, lines: Sequence[Line], width: int) -> str:
     smoothed = [median(line.series.values, width) for line in lines]
     colours = [_colour(i) for i in range(len(lines))]
     axis.stackplot(steps, *smoothed, labels=[line.label for line in lines], colors=colours, lw=0)
-    return _cut(axis, [sum(smoothed)])
+    return _cut(axis, [np.sum(smoothed, axis=0)])
 
 
 def median(values: np.ndarray, width: int) -> np.ndarray:

@@ -65,6 +65,17 @@ ROWS = (
 )
 
 
+def rows_of(runs: Sequence[Run], more: Sequence[str]) -> list[Row]:
+    """Rows of the summary: those above, tasks of a mixture after all of them, and asked ones."""
+    tasks = dict.fromkeys(name for run in runs for name in run.group('held_out', 'evaluation'))
+    form, best = ROWS[0].form, ROWS[0].best
+    parts = [
+        Row(f'held-out accuracy, {name}', f'held_out/{name}', form, best, 'evaluation')
+        for name in tasks
+    ]
+    return [ROWS[0], *parts, *ROWS[1:], *(Row(name, name, '.3g') for name in more)]
+
+
 # ============================================================================ the page
 
 
@@ -142,7 +153,7 @@ def summary(run: Run, more: Sequence[str] = ()) -> str:
     """Start, end and best of each metric, means over as many steps as the figure smooths over."""
     width = width_of(run.steps)
     rows = []
-    for row in [*ROWS, *(Row(name, name, '.3g') for name in more)]:
+    for row in rows_of([run], more):
         series = run.series(row.metric, row.stage)
         if not series:
             continue
@@ -152,7 +163,7 @@ def summary(run: Run, more: Sequence[str] = ()) -> str:
             at = int(row.best(values))
             best = f'{values[at]:{row.form}} (step {series.steps[at]:.0f})'
         ends = [f'{values[i]:{row.form}}' for i in (0, -1)]
-        if row.stage == 'evaluation':
+        if row.metric == 'held_out':
             ends = [end + interval(run, i) for end, i in zip(ends, (0, -1), strict=True)]
         rows.append((row.name, *ends, best))
     if not rows:
@@ -269,7 +280,7 @@ def comparison(runs: Sequence[Run], more: Sequence[str] = ()) -> list[str]:
         f'# {dashboard.title_of(runs)}\n\n' + '\n'.join(f'- **{r.name}**: {state(r)}' for r in runs)
     ]
     rows = []
-    for row in [*ROWS, *(Row(name, name, '.3g') for name in more)]:
+    for row in rows_of(runs, more):
         found = [run.series(row.metric, row.stage) for run in runs]
         if any(found):
             cells = [last(run, row, s, width) for run, s in zip(runs, found, strict=True)]
@@ -287,7 +298,7 @@ def last(run: Run, row: Row, series: Series, width: int) -> str:
     if not series:
         return '-'
     text = f'{smoothed(series, row, width)[-1]:{row.form}}'
-    return text + (interval(run, -1) if row.stage == 'evaluation' else '')
+    return text + (interval(run, -1) if row.metric == 'held_out' else '')
 
 
 def differing(runs: Sequence[Run]) -> str:

@@ -38,7 +38,7 @@ class Record(NamedTuple):
     number: int
     stage: str
     step: int
-    values: dict[str, float]
+    values: Mapping[str, float]
     time: float
 
 
@@ -80,7 +80,7 @@ class TensorBoard:
 
     def __init__(self, workdir: Path, config: Mapping[str, Any]):
         from tensorboardX import FileWriter
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
         del config
         shutil.rmtree(workdir / EVENTS, ignore_errors=True)
@@ -110,7 +110,7 @@ class Wandb:
     """
 
     def __init__(self, workdir: Path, config: Mapping[str, Any]):
-        import wandb
+        import wandb  # pyright: ignore
 
         path = workdir / WANDB_RUN
         old = path.read_text(encoding='utf-8').strip() if path.exists() else None

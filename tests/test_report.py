@@ -180,6 +180,17 @@ def test_a_run_without_rl_steps(tmp_path):
     assert report.write(folder).figure is None
 
 
+def test_tasks_of_a_mixture():
+    records = [
+        {'stage': 'evaluation', 'step': s, 'held_out': 0.5, 'held_out/sums': x, 'held_out/games': 0}
+        for s, x in ((0, 0.25), (5, 0.75))
+    ]
+    run = runs.Run('run', pathlib.Path('run'), {}, records, [], [])
+    text = report.summary(run)
+    assert '| held-out accuracy, sums | 25.0% | 75.0% | 75.0% (step 5) |' in text
+    assert [line.label for line in dashboard._held_out(run)] == ['all tasks', 'games', 'sums']
+
+
 def test_layers_that_are_many():
     """The largest, the median and the smallest of more than four layers."""
     records = [
