@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from policyopt.evaluate import wilson
+from policyopt.at_k import wilson
 from policyopt.runs import TIMES, Run, Series, smooth, width_of
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999')
