@@ -101,6 +101,16 @@ def held_out(setup: Setup, params: Any) -> Accuracy:
     )
 
 
+def by_task(accuracy: Accuracy, items: Sequence[Item]) -> dict[str, Accuracy]:
+    """The accuracy on each task's own problems, where they are of several tasks; else {}."""
+    rights: dict[str, list[bool]] = {}
+    for item, right in zip(items, accuracy.right, strict=True):
+        rights.setdefault(item.task, []).append(right)
+    if len(rights) < 2:
+        return {}
+    return {name: Accuracy(sum(right), len(right)) for name, right in rights.items()}
+
+
 # ============================================================================ several answers
 
 
