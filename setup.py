@@ -32,6 +32,8 @@ setup(
         # Each extra is imported only where it is used; docs/design.md says what for.
         'figures': ['matplotlib>=3.9'],
         'tasks': ['reasoning-gym>=0.1.25'],
+        'tensorboard': ['tensorboardX>=2.6.2'],
+        'wandb': ['wandb>=0.19'],
         'models': ['safetensors>=0.5', 'gguf>=0.17', 'tokenizers>=0.21'],
         'test': [
             'hypothesis>=6.120',

@@ -40,11 +40,13 @@ class Accuracy(NamedTuple):
       correct: number of answers with full marks.
       total: number of problems.
       answers: text of every answer, in the problems' order.
+      right: whether it got full marks, of every answer.
     """
 
     correct: int
     total: int
     answers: tuple[str, ...] = ()
+    right: tuple[bool, ...] = ()
 
     @property
     def value(self) -> float:
@@ -87,7 +89,9 @@ def accuracy(
         batch=batch,
         on_error='record',
     )
-    return Accuracy(int(found.correct.sum()), len(items), tuple(text for (text,) in found.texts))
+    right = found.correct[:, 0]
+    texts = tuple(text for (text,) in found.texts)
+    return Accuracy(int(right.sum()), len(items), texts, tuple(right.tolist()))
 
 
 def held_out(setup: Setup, params: Any) -> Accuracy:
@@ -103,6 +107,16 @@ def held_out(setup: Setup, params: Any) -> Accuracy:
         prompt_width=setup.task.prompt_width,
         batch=c.evaluation.batch,
     )
+
+
+def by_task(accuracy: Accuracy, items: Sequence[Item]) -> dict[str, Accuracy]:
+    """The accuracy on each task's own problems, where they are of several tasks; else {}."""
+    rights: dict[str, list[bool]] = {}
+    for item, right in zip(items, accuracy.right, strict=True):
+        rights.setdefault(item.task, []).append(right)
+    if len(rights) < 2:
+        return {}
+    return {name: Accuracy(sum(right), len(right)) for name, right in rights.items()}
 
 
 # ============================================================================ several answers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from policyopt.types import Array
 
 SCHEDULES = ('constant', 'linear', 'cosine')
 NOT_DECAYED = ('norm', 'bias')  # parts of the names of parameters without weight decay
+# What the log tells apart; 'experts' are routed ones, a shared one counts as 'mlp'.
+GROUPS = ('embedding', 'attention', 'mlp', 'experts', 'router', 'norms', 'head', 'value', 'other')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +143,41 @@ def norm(tree: Any) -> Array:
     return optax.tree.norm(tree)
 
 
+def group(path: Sequence[str]) -> str:
+    """Which of `GROUPS` a parameter belongs to, by the names on the way to it in the params."""
+    first, last = (path[0], path[-1]) if path else ('', '')
+    top = {'embed': 'embedding', 'head': 'head', 'value': 'value', 'reward': 'value'}
+    if len(path) == 1 and first in top:
+        return top[first]
+    if 'norm' in last:
+        return 'norms'
+    if 'attention' in path:
+        return 'attention'
+    if 'mlp' not in path:
+        return 'other'
+    if 'shared' in path or first != 'moe':
+        return 'mlp'
+    return 'router' if last in ('router', 'bias') else 'experts'
+
+
+def group_norms(tree: Any) -> dict[str, Array]:
+    """Norm of each group of a params-like tree that has a part in it, float32 at least."""
+    squares: dict[str, Array] = {}
+    for path, x in jax.tree.leaves_with_path(tree):
+        name = group([str(getattr(key, 'key', key)) for key in path])
+        x = jnp.asarray(x)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        squares[name] = squares.get(name, 0) + jnp.sum(jnp.square(x))
+    return {name: jnp.sqrt(squares[name]) for name in GROUPS if name in squares}
+
+
 def apply(
     optimizer: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, ok: Array
-) -> tuple[Any, Any, Array]:
-    """One step where `ok`, none elsewhere: params, optimizer state, norm of the change (0)."""
+) -> tuple[Any, Any, Any]:
+    """One step where `ok`, none elsewhere: params, optimizer state, what was added (0)."""
     updates, new_state = optimizer.update(grads, opt_state, params)
-    moved = jnp.where(ok, norm(updates), 0)
     new = optax.apply_updates(params, updates)
+    moved = jax.tree.map(lambda u: jnp.where(ok, u, 0), updates)
     return where(ok, new, params), where(ok, new_state, opt_state), moved
 
 

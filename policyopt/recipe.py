@@ -20,6 +20,8 @@ from policyopt.sampling import SamplingConfig, allowed_mask
 from policyopt.sampling.config import check_config
 from policyopt.types import Algorithm, keep_all
 
+COUNTS = ('steps', 'epochs', 'minibatches', 'microbatches', 'max_skipped')  # 1 or more
+
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
@@ -172,7 +174,7 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ('steps', 'epochs', 'minibatches', 'microbatches', 'max_skipped'):
+        for name in COUNTS:
             checks.number(f'config.{name}', getattr(self, name), 1)
         if self.reference_every is not None:
             checks.number('config.reference_every', self.reference_every, 1)
@@ -230,6 +232,9 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     Raises ValueError or TypeError naming the field, its value, what is legal and, for names, the
     nearest spelling.
     """
+    for name in COUNTS:  # before fields of sections that may be computed from them
+        if type(config.get(name)) is int:
+            checks.number(f'config.{name}', config[name], 1)
     c = settings.read(RunConfig, config)
     algorithm = algorithms.resolve(c.algorithm, **c.algorithm_kw)
     if c.dynamic_sampling:

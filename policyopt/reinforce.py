@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from policyopt import batches as batches_lib
-from policyopt import data, evaluate, metrics, recipe, settings, stopping
+from policyopt import data, evaluate, metrics, profiling, recipe, settings, stopping
 from policyopt import rollout as rollout_lib
 from policyopt import workdir as workdir_lib
 from policyopt.checkpoint import Checkpoints, Progress, fingerprint
@@ -20,7 +21,7 @@ from policyopt.learner import Learner, TrainState
 from policyopt.recipe import Setup
 from policyopt.reference import Reference, make_reference
 from policyopt.types import TokenBatch
-from policyopt.workdir import RECORDS, TIMINGS
+from policyopt.workdir import RECORDS, SAMPLES, TIMINGS
 
 
 class Loop(NamedTuple):
@@ -33,6 +34,7 @@ class Loop(NamedTuple):
       checkpoints: of the run; None where the config wants none.
       stop: whether the process was asked to end.
       save_batches: RL steps whose minibatches are saved.
+      profile: which steps are traced.
     """
 
     learner: Learner
@@ -42,6 +44,7 @@ class Loop(NamedTuple):
     checkpoints: Checkpoints | None
     stop: stopping.Stop
     save_batches: Sequence[int] = ()
+    profile: profiling.Profile | None = None
 
     @property
     def records(self) -> Path:
@@ -52,6 +55,11 @@ class Loop(NamedTuple):
     def timings(self) -> Path:
         """File of wall-clock figures."""
         return self.workdir / TIMINGS
+
+    @property
+    def samples(self) -> Path:
+        """File of answers to held-out problems."""
+        return self.workdir / SAMPLES
 
 
 class Point(NamedTuple):
@@ -80,6 +88,7 @@ def make_loop(
     checkpoints: Checkpoints | None,
     stop: stopping.Stop,
     save_batches: Sequence[int] = (),
+    profile: profiling.Profile | None = None,
 ) -> Loop:
     """Build what the steps of the RL stage share."""
     c = setup.config
@@ -96,7 +105,7 @@ def make_loop(
         replay=replay,
     )
     source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
-    return Loop(learner, collect, source, workdir, checkpoints, stop, save_batches)
+    return Loop(learner, collect, source, workdir, checkpoints, stop, save_batches, profile)
 
 
 def new_point(
@@ -114,12 +123,14 @@ def save(loop: Loop, point: Point) -> None:
     """Save a point, and how far its metrics and problems have come."""
     if loop.checkpoints is None:
         return
+    notes = {'before': point.before, 'warm_steps': point.warm_steps}
+    notes['samples'] = workdir_lib.position(loop.samples)
     progress = Progress(
         step=point.step,
         source=loop.source.get_state(),  # type: ignore[attr-defined]
         records=workdir_lib.position(loop.records),
         skipped=point.skipped,
-        notes={'before': point.before, 'warm_steps': point.warm_steps},
+        notes=notes,
     )
     loop.checkpoints.save(point.state, point.reference and point.reference.params, progress)
 
@@ -135,12 +146,13 @@ def resume(setup: Setup, loop: Loop) -> Point:
     saved = loop.checkpoints.restore(template)
     progress = saved.progress
     workdir_lib.cut(loop.records, progress.records)
+    workdir_lib.cut(loop.samples, progress.notes.get('samples', 0))
     loop.source.set_state(progress.source)  # type: ignore[attr-defined]
     reference = None
     if saved.reference is not None:
         reference = Reference(saved.reference, setup.config.reference_every)
-    correct, total, answers = progress.notes['before']
-    before = evaluate.Accuracy(correct, total, tuple(answers))
+    correct, total, *lists = progress.notes['before']
+    before = evaluate.Accuracy(correct, total, *map(tuple, lists))
     print(f'resumed after RL step {progress.step} of {setup.config.steps}', flush=True)
     warm_steps = progress.notes['warm_steps']
     return Point(saved.train, reference, progress.step, progress.skipped, before, warm_steps)
@@ -152,12 +164,17 @@ def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:
     if point.step == 0:
         point = point._replace(state=pretrain_values(setup, loop, point.state, point.reference))
     shown = {}
+    if point.step < c.steps:
+        print(explanation(setup), flush=True)
     with (
-        metrics.Display('RL', c.steps) as display,
+        metrics.Display('RL', c.steps, start=point.step) as display,
         metrics.Compiles() as compiles,
+        loop.profile or contextlib.nullcontext() as profile,
         loop.stop.patience(),
     ):
         for step in range(point.step + 1, c.steps + 1):
+            if profile is not None:
+                profile.before(step, display.note)
             began = time.monotonic()
             done = rl_step(setup, loop, point, step)
             reference = point.reference and point.reference.update(step, done.state.params)
@@ -166,10 +183,14 @@ def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:
             times['tokens_per_second'] = done.values['rollout/tokens'] / times['seconds']
             metrics.append(loop.records, 'rl', step, done.values)
             metrics.append(loop.timings, 'rl', step, times | {'time': time.time()})
+            if profile is not None:
+                profile.after(step, display.note)
             if step % c.evaluation.every == 0 and step < c.steps:
                 accuracy = record_accuracy(setup, used(point.state), loop.workdir, step)
                 shown = {'held_out': accuracy.value}
             display.update(step, done.values | times | shown)
+            for line in remarks(setup, done.values):
+                display.note(line)
             if step == c.steps and done.sampled:
                 path = loop.workdir / 'batches' / f'batch_{step:06d}.npz'
                 save_last(done.parts, done.logp_new[-len(done.parts) :], path)
@@ -207,23 +228,30 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
     """New answers and the updates on them."""
     c = setup.config
     state, reference = point.state, point.reference
-    began = time.monotonic()
+    watch, scored = metrics.Stopwatch(), None
     key = jax.random.fold_in(state.key, step)
     try:
         collected = loop.collect(
-            state, reference and reference.params, loop.source, key, version=step - 1
+            state, reference and reference.params, loop.source, key, version=step - 1, watch=watch
         )
     except rollout_lib.NotSampled as error:
         values = error.metrics | {'skipped': 1.0}
-        times = {'sample_seconds': time.monotonic() - began, 'update_seconds': 0.0}
         missed = [True] * (c.epochs * c.minibatches)
         return Step(
-            state, values, times, [error.batch], [], missed, state.controllers, sampled=False
+            state,
+            values,
+            seconds_of(watch),
+            [error.batch],
+            [],
+            missed,
+            state.controllers,
+            sampled=False,
         )
     parts = rollout_lib.minibatches(collected.batch, c.minibatches)
-    times = {'sample_seconds': time.monotonic() - began}
+    began = time.monotonic()
     if c.logp_old == 'recomputed':
         parts = [loop.learner.recompute(state.params, part) for part in parts]
+        scored = metrics.when_ready([part.logp_old for part in parts])
     found, logp_new = [], []
     for epoch in range(c.epochs):
         for number, part in enumerate(parts):
@@ -238,8 +266,18 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
     state = loop.learner.adapt(state, found[-1])
     numbers = collected.metrics | metrics.numbers(*found)
     skipped = [bool(x) for x in jax.device_get([m['skipped'].total for m in found])]
-    times['update_seconds'] = time.monotonic() - began - times['sample_seconds']
+    rescored = scored.result() - began if scored else 0.0
+    times = seconds_of(watch, update=time.monotonic() - began - rescored, rescored=rescored)
     return Step(state, numbers, times, parts, logp_new, skipped, controllers_of(found[0]))
+
+
+def seconds_of(
+    watch: metrics.Stopwatch, update: float = 0.0, rescored: float = 0.0
+) -> dict[str, float]:
+    """Seconds that a step spent on each thing, for the log."""
+    spent = watch.seconds | {'update': update}
+    spent['score'] = spent.get('score', 0.0) + rescored
+    return {f'{name}_seconds': value for name, value in spent.items()}
 
 
 def controllers_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,12 +389,50 @@ def used(state: TrainState) -> Any:
 
 
 def record_accuracy(setup: Setup, params: Any, workdir: Path, step: int) -> evaluate.Accuracy:
-    """Measure held-out accuracy and write it down."""
+    """Measure held-out accuracy and write it down, with some of the answers."""
+    began = time.monotonic()
     accuracy = evaluate.held_out(setup, params)
     low, high = accuracy.interval
     values = {'held_out': accuracy.value, 'low': low, 'high': high}
+    items = setup.task.held_out
+    for name, part in evaluate.by_task(accuracy, items).items():
+        values |= {f'held_out/{name}': part.value}
     metrics.append(workdir / RECORDS, 'evaluation', step, values)
+    for item, answer, right in list(zip(items, accuracy.answers, accuracy.right, strict=True))[
+        : setup.config.evaluation.samples
+    ]:
+        row = {'problem': item.prompt, 'expected': item.answer, 'answer': answer, 'right': right}
+        metrics.append(workdir / SAMPLES, 'evaluation', step, row)
+    times = {'seconds': time.monotonic() - began, 'time': time.time()}
+    metrics.append(workdir / TIMINGS, 'evaluation', step, times)
     return accuracy
+
+
+def explanation(setup: Setup) -> str:
+    """What the two accuracies that are shown are."""
+    c = setup.config
+    how = 'greedy' if c.evaluation.temperature == 0 else f'temperature {c.evaluation.temperature}'
+    by = 'the parameters' if c.ema is None else 'the moving average of the parameters'
+    return (
+        'sampled accuracy: right answers of all drawn in a step; held-out accuracy: right answers '
+        f'to {len(setup.task.held_out)} problems never trained on, {how}, by {by}'
+    )
+
+
+def remarks(setup: Setup, values: Mapping[str, float]) -> Iterator[str]:
+    """What is to be explained where it first happens."""
+    c = setup.config.rollout
+    if values.get('rollout/kept', 1) < 1:
+        yield (
+            f'a step found fewer than its {c.prompts * c.group_size} rows in rollout.max_rounds='
+            f'{c.max_rounds} rounds, and trained on those it had (`kept` is their share): the '
+            'algorithm drops groups of equal rewards, of which there are many where the policy '
+            'is always right or always wrong'
+        )
+    if values['rollout/not_judged'] > 0:
+        yield 'some answers got no reward: the judge failed on them, and they are left out'
+    if values['skipped'] > 0:
+        yield 'an update was skipped: its loss or gradient was not finite'
 
 
 def save_last(parts: list[TokenBatch], logp_new: list[Any], path: Path) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyopt import filling, scoring
+from policyopt import metrics as metrics_lib
 from policyopt.data import Item
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
@@ -152,7 +153,7 @@ def make_collector(
     values: Callable[[Any, Rollout], Any] | None = None,
     replay: Sequence[str] = ('support', 'routing'),
 ) -> Collect:
-    """Build collect(state, reference, source, key, version) -> Collected.
+    """Build collect(state, reference, source, key, version, watch=None) -> Collected.
 
     Each round takes `config.prompts` problems from `source`, draws `group_size` answers to each,
     judges them, shapes the rewards and asks the keep rule; rounds go on until prompts * group_size
@@ -174,7 +175,9 @@ def make_collector(
     `collect` raises ValueError where no row is kept within `max_rounds`, or too few of them and
     `config.shortage` is 'error', where no kept row has a reward and a token to learn from, and
     where the reference gives a taken token no finite mass. Where rows could not be sampled, the
-    first and the third of these are NotSampled.
+    first and the third of these are NotSampled. A `metrics.Stopwatch` is told the seconds that went
+    into 'sample', 'reward' (waiting for the judge alone) and 'score' (reference, values, shaping,
+    and getting the rows to the host).
 
     Raises ValueError where the algorithm reads values and `values` is None.
     """
@@ -216,13 +219,19 @@ def make_collector(
         return dataclasses.replace(rollout, **changes)
 
     def collect(
-        state: Any, reference: Any, source: Iterator[list[Item]], key: Any, version: int = 0
+        state: Any,
+        reference: Any,
+        source: Iterator[list[Item]],
+        key: Any,
+        version: int = 0,
+        watch: metrics_lib.Stopwatch | None = None,
     ) -> Collected:
+        watch = watch or metrics_lib.Stopwatch()
         rows = config.prompts * config.group_size
         kept, drawn, count, failed = [], [], 0, None
         for number in range(config.max_rounds):
             raw: Any = draw(
-                state.params, judge, next(source), jax.random.fold_in(key, number), version
+                state.params, judge, next(source), jax.random.fold_in(key, number), version, watch
             )
             raw = dataclasses.replace(raw, group=raw.group + number * config.prompts)
             lost = np.asarray(raw.finish) == Finish.ERROR
@@ -230,7 +239,8 @@ def make_collector(
                 failed, raw = raw, filling.emptied(raw, lost)
             # The log has no use for what is large.
             drawn.append(jax.device_get(dataclasses.replace(raw, support=None, routing=None)))
-            shaped, keep = jax.device_get(shape_and_keep(enrich(state, reference, raw)))
+            with watch('score'):
+                shaped, keep = jax.device_get(shape_and_keep(enrich(state, reference, raw)))
             if shaped.logp_ref is not None:
                 scoring.check_reference(shaped.logp_ref, shaped.mask)
             kept.append(jax.tree.map(lambda x, keep=keep: x[keep], shaped))
@@ -257,7 +267,7 @@ def make_collector(
 def make_draw(
     model: Any, config: RolloutConfig, sampling: SamplingConfig, prompt_width: int
 ) -> Callable[..., Rollout]:
-    """Build draw(params, judge, items, key, version): judged answers to the items, one round.
+    """Build draw(params, judge, items, key, version, watch): judged answers to the items.
 
     The rows of a group follow each other; each row's noise depends on `key` and its number alone.
     Rows that the judge fails on have no reward (`rewards.guarded`), nor do those whose logits are
@@ -270,7 +280,14 @@ def make_draw(
         engine = dataclasses.replace(config.engine, size=config.engine.size or size)
         decode = functools.partial(sample_continuous, engine=engine, on_error='record')
 
-    def draw(params: Any, judge: Judge, items: Sequence[Item], key: Any, version: int) -> Rollout:
+    def draw(
+        params: Any,
+        judge: Judge,
+        items: Sequence[Item],
+        key: Any,
+        version: int,
+        watch: metrics_lib.Stopwatch,
+    ) -> Rollout:
         repeated = [item for item in items for _ in range(config.group_size)]
         keys = row_keys(key, len(repeated))
         size = len(repeated) // config.chunks
@@ -279,14 +296,15 @@ def make_draw(
             for start in range(0, len(repeated), size):
                 chunk = repeated[start : start + size]
                 prompts = pad_prompts([item.ids for item in chunk], prompt_width)
-                part = decode(
-                    model, params, prompts, keys[start : start + size], sampling, version=version
-                )
-                answers = answers_of(part, model.tokenizer)
+                chunk_keys = keys[start : start + size]
+                with watch('sample'):
+                    part = decode(model, params, prompts, chunk_keys, sampling, version=version)
+                    answers = answers_of(part, model.tokenizer)
                 marks.append(pool.submit(guarded(judge), answers, [item.entry for item in chunk]))
                 parts.append(part)
+            with watch('reward'):
+                marked = np.concatenate([future.result() for future in marks])
         lost = np.concatenate([np.asarray(part.finish) == Finish.ERROR for part in parts])
-        marked = np.concatenate([future.result() for future in marks])
         marked = np.where(lost, np.float32(np.nan), marked)
         rewards = np.where(marked, config.right, config.wrong)
         rollout = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
@@ -386,6 +404,7 @@ def describe(rollout: Any) -> dict[str, float]:
     lengths = rollout.mask.sum(axis=1)
     return {
         'reward': float(rollout.rewards[judged].mean()) if judged.any() else 0.0,
+        'reward_std': float(rollout.rewards[judged].std()) if judged.any() else 0.0,
         'accuracy': float(rollout.positive[judged].mean()) if judged.any() else 0.0,
         'length': float(lengths.mean()),
         'truncated': float(rollout.truncated.mean()),

@@ -127,8 +127,9 @@ def parse_argument(text: str | None, **defaults: str | int | float | bool) -> di
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """A config dataclass as field path -> JSON value; what JSON lacks is its text."""
-    plain = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    """A config, dataclass or mapping, as field path -> JSON value; what JSON lacks is its text."""
+    named = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)  # type: ignore[arg-type]
+    plain = json.loads(json.dumps(named, default=str))
 
     def walk(node: Any, path: str) -> dict[str, Any]:
         if not isinstance(node, dict) or not node:

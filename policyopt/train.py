@@ -11,7 +11,10 @@ The same command on the folder of an unfinished run goes on from its last checkp
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -21,14 +24,25 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from policyopt import checkpoint as checkpoint_lib
-from policyopt import evaluate, metrics, recipe, reinforce, stopping, warm_start
+from policyopt import (
+    checks,
+    evaluate,
+    metrics,
+    profiling,
+    recipe,
+    reinforce,
+    report,
+    stopping,
+    warm_start,
+    writers,
+)
 from policyopt import workdir as workdir_lib
 from policyopt.checkpoint import CheckpointError, Checkpoints
 from policyopt.recipe import Setup
 from policyopt.reinforce import Loop, Point, record_accuracy
 from policyopt.rollout import NotSampled
 from policyopt.sampling.config import RowErrors
-from policyopt.workdir import CURVES, RECORDS, SETTINGS, TIMINGS
+from policyopt.workdir import RECORDS, SETTINGS, TIMINGS
 
 # Fields that the file leaves out may be given, too: `recipe.prepare` knows which there are.
 _CONFIG = config_flags.DEFINE_config_file(
@@ -40,7 +54,14 @@ _CONFIG = config_flags.DEFINE_config_file(
     accept_new_attributes=True,
 )
 # Errors of a run whose message says all.
-ENDS = (CheckpointError, workdir_lib.WorkdirError, stopping.Unstable, RowErrors, NotSampled)
+ENDS = (
+    CheckpointError,
+    workdir_lib.WorkdirError,
+    stopping.Unstable,
+    RowErrors,
+    NotSampled,
+    writers.WriterError,
+)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for everything that the run writes.')
 _SAVE_BATCHES = flags.DEFINE_list(
     'save_batches',
@@ -48,10 +69,38 @@ _SAVE_BATCHES = flags.DEFINE_list(
     'RL steps, as 1,40, whose minibatches are saved for `python -m policyopt.inspect`, each with a '
     'checkpoint of the step before that is kept. It changes nothing that the run computes.',
 )
+_WRITERS = flags.DEFINE_list(
+    'writers',
+    [],
+    'Copies of metrics.jsonl for other tools: tensorboard (event files in WORKDIR/tensorboard), '
+    'wandb (Weights & Biases), or both, separated by a comma. A resumed run may have others.',
+)
+_PROFILE = flags.DEFINE_string(
+    'profile',
+    None,
+    'RL steps to trace with jax.profiler into WORKDIR/profile: FIRST:LAST, both included, such as '
+    '3:5. Early steps compile.',
+)
+
+
+class Watch(NamedTuple):
+    """What is written of a run beside its results, none of which it changes.
+
+    Attributes:
+      writers: names of `policyopt.writers`.
+      profile: first and last RL step to be traced.
+      save_batches: RL steps whose minibatches are saved, each with a checkpoint of the step before.
+      command: for the report: config file, and the fields that the command line overrides.
+    """
+
+    writers: tuple[str, ...] = ()
+    profile: tuple[int, int] | None = None
+    save_batches: tuple[int, ...] = ()
+    command: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Result(NamedTuple):
-    """Held-out accuracy before and after reinforcement learning, and where the curves are."""
+    """Held-out accuracy before and after reinforcement learning, and where the dashboard is."""
 
     before: evaluate.Accuracy
     after: evaluate.Accuracy
@@ -70,17 +119,19 @@ class Job(NamedTuple):
       checkpoints: of the run; None where the config wants none.
       resumed: whether it goes on from a checkpoint.
       lock: on the folder, until it is closed.
-      save_batches: RL steps whose minibatches are saved.
+      config: as given.
+      watch: what is written beside the results.
     """
 
     setup: Setup
     checkpoints: Checkpoints | None
     resumed: bool
     lock: IO[str]
-    save_batches: tuple[int, ...] = ()
+    config: Mapping[str, Any]
+    watch: Watch
 
 
-def start(config: Mapping[str, Any], workdir: Path, save_batches: Sequence[int] = ()) -> Job:
+def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> Job:  # noqa: B008
     """Check the config and claim the folder, before anything is compiled.
 
     An unfinished run of the same config there is gone on with; any other is moved aside.
@@ -88,17 +139,20 @@ def start(config: Mapping[str, Any], workdir: Path, save_batches: Sequence[int] 
     Args:
       config: as `recipe.prepare` takes it.
       workdir: folder of the run.
-      save_batches: RL steps whose minibatches are saved, each with a checkpoint of the step before.
+      watch: what is written beside the results.
 
     Raises ValueError or TypeError as `recipe.prepare`, `workdir.claim` and `Checkpoints.check` do,
     and for a step to save that the run has not.
     """
     setup = recipe.prepare(config)
-    for step in save_batches:
+    for step in watch.save_batches:
         if not 1 <= step <= setup.config.steps:
             raise ValueError(
                 f'--save_batches has {step}; legal are RL steps, 1 to {setup.config.steps}'
             )
+    if watch.profile and watch.profile[1] > setup.config.steps:
+        first, last = watch.profile
+        raise ValueError(f'--profile is {first}:{last}; config.steps is {setup.config.steps}')
     lock = workdir_lib.claim(workdir)
     try:
         c = setup.config
@@ -107,7 +161,7 @@ def start(config: Mapping[str, Any], workdir: Path, save_batches: Sequence[int] 
             lock = workdir_lib.move_aside(workdir, lock)
         checkpoints = None
         if c.checkpoint.every:
-            also = [step - 1 for step in save_batches]
+            also = [step - 1 for step in watch.save_batches]
             checkpoints = Checkpoints(workdir, c.checkpoint.keep, c, also)
         if resumed:
             assert checkpoints is not None
@@ -116,7 +170,7 @@ def start(config: Mapping[str, Any], workdir: Path, save_batches: Sequence[int] 
     except BaseException:
         lock.close()
         raise
-    return Job(setup, checkpoints, resumed, lock, tuple(save_batches))
+    return Job(setup, checkpoints, resumed, lock, config, watch)
 
 
 def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:
@@ -126,28 +180,33 @@ def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:
 
 
 def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
-    setup = job.setup
+    setup, watch = job.setup, job.watch
     begin = time.time()
-    metrics.append(workdir / TIMINGS, 'start', 0, {'time': begin})
-    loop = reinforce.make_loop(setup, workdir, job.checkpoints, stop, job.save_batches)
-    point = reinforce.resume(setup, loop) if job.resumed else from_the_start(setup, loop)
-    before, warm_steps = point.before, point.warm_steps
-    params = reinforce.reinforce(setup, loop, point)
-    after = record_accuracy(setup, params, workdir, setup.config.steps)
-    gain = after.value - before.value
-    curves: Path | None = workdir / CURVES
-    records = metrics.read(workdir / RECORDS)
-    if not metrics.draw_curves(workdir / CURVES, records, setup.config.algorithm):
-        curves = None
-    values = {'before': before.value, 'after': after.value, 'warm_steps': warm_steps}
-    metrics.append(workdir / RECORDS, 'result', setup.config.steps, values)
-    metrics.append(workdir / TIMINGS, 'result', setup.config.steps, {'time': time.time()})
-    report(setup, before, after)
+    metrics.append(workdir / TIMINGS, 'start', 0, {'time': begin, **watch.command})
+    profile = None
+    if watch.profile:
+        profile = profiling.Profile(*watch.profile, workdir / profiling.FOLDER)
+    loop = reinforce.make_loop(setup, workdir, job.checkpoints, stop, watch.save_batches, profile)
+    point = reinforce.resume(setup, loop) if job.resumed else None
+    with writers.Follower(watch.writers, workdir, job.config):
+        point = point or from_the_start(setup, loop)
+        before, warm_steps = point.before, point.warm_steps
+        params = reinforce.reinforce(setup, loop, point)
+        after = record_accuracy(setup, params, workdir, setup.config.steps)
+        values = {'before': before.value, 'after': after.value, 'warm_steps': warm_steps}
+        metrics.append(workdir / RECORDS, 'result', setup.config.steps, values)
+        metrics.append(workdir / TIMINGS, 'result', setup.config.steps, {'time': time.time()})
+    files = report.write(workdir)
+    show_answers(setup, before, after)
     print(f'held-out accuracy before RL: {before}')
-    print(f'held-out accuracy after RL:  {after}, a gain of {100 * gain:+.1f} points')
-    print(f'curves: {curves or "not drawn, matplotlib is not installed"}')
+    print(f'held-out accuracy after RL:  {after}, {metrics.change(after.value - before.value)}')
+    parts = [evaluate.by_task(accuracy, setup.task.held_out) for accuracy in (before, after)]
+    for name, part in parts[1].items():
+        print(f'  {name}: {parts[0][name]} before, {part} after')
+    print(f'dashboard: {files.figure or "not drawn, matplotlib is not installed"}')
+    print(f'report: {files.page}')
     print(f'everything else: {workdir}; {time.time() - begin:.0f} s in all')
-    return Result(before, after, warm_steps, curves)
+    return Result(before, after, warm_steps, files.figure)
 
 
 def from_the_start(setup: Setup, loop: Loop) -> Point:
@@ -166,7 +225,7 @@ def from_the_start(setup: Setup, loop: Loop) -> Point:
     return point
 
 
-def report(setup: Setup, before: evaluate.Accuracy, after: evaluate.Accuracy) -> None:
+def show_answers(setup: Setup, before: evaluate.Accuracy, after: evaluate.Accuracy) -> None:
     """Print some held-out problems with the answers before and after."""
     count = min(setup.config.evaluation.samples, len(setup.task.held_out))
     print(f'\n{"problem":>16}  {"right":>8}  {"before":>8}  {"after":>8}')
@@ -175,8 +234,24 @@ def report(setup: Setup, before: evaluate.Accuracy, after: evaluate.Accuracy) ->
     print()
 
 
+def missing_config(argv: list[str]) -> str:
+    """What is wrong with the file that --config names, '' where it is there."""
+    words = [*argv, '']
+    for word, after in itertools.pairwise(words):
+        name, equals, value = word.partition('=')
+        if name in ('--config', '-config'):
+            path = Path((value if equals else after).partition(':')[0])
+            if not path.is_file():
+                near = checks.hint(path.name, (p.name for p in path.parent.glob('*.py')))
+                near = near.replace('`', f'`{path.parent}/', 1) if path.name != str(path) else near
+                return f'--config: there is no file {path}.{near}'
+    return ''
+
+
 def read_flags(argv: list[str]) -> list[str]:
     """Parse the command line, for `app.run`; what is wrong with it ends the program in one line."""
+    if missing := missing_config(argv):
+        raise SystemExit(missing)
     try:
         return flags.FLAGS(argv)
     except (flags.Error, AttributeError, LookupError, ValueError, TypeError, OSError) as error:
@@ -190,14 +265,25 @@ def read_flags(argv: list[str]) -> list[str]:
         raise SystemExit(lines[-1] if trace else ' '.join(lines)) from None
 
 
-def steps_of(texts: Sequence[str]) -> list[int]:
+def steps_of(texts: Sequence[str]) -> tuple[int, ...]:
     """The RL steps of --save_batches; ValueError for what is no number."""
     try:
-        return [int(text) for text in texts]
+        return tuple(int(text) for text in texts)
     except ValueError:
         raise ValueError(
             f'--save_batches is {",".join(texts)}; legal are RL steps, as 1,40'
         ) from None
+
+
+def command() -> dict[str, Any]:
+    """Config file and overridden fields of the command line, as JSON."""
+    flag = flags.FLAGS['config']
+    changed = config_flags.get_override_values(flag)
+    named = {
+        'config_file': config_flags.get_config_filename(flag),
+        'overrides': dict(changed),
+    }
+    return json.loads(json.dumps(named, default=str))
 
 
 def main(argv: list[str]) -> None:
@@ -208,7 +294,10 @@ def main(argv: list[str]) -> None:
     workdir = Path(_WORKDIR.value or '')
     stop = stopping.Stop().listen()
     try:
-        job = start(_CONFIG.value.to_dict(), workdir, steps_of(_SAVE_BATCHES.value))
+        profile = profiling.parse(_PROFILE.value) if _PROFILE.value is not None else None
+        steps = steps_of(_SAVE_BATCHES.value)
+        watch = Watch(writers.check(_WRITERS.value), profile, steps, command())
+        job = start(_CONFIG.value.to_dict(), workdir, watch)
     except CheckpointError as error:  # may have a line for each field
         raise SystemExit(f'{type(error).__name__}: {error}') from error
     except (ValueError, TypeError, OSError) as error:  # of the settings: no traceback needed

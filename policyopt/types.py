@@ -317,7 +317,10 @@ class Algorithm(_Algorithm):
 
 @struct
 class Mean:
-    """A mean that adds: total and count, float32 scalars at least. `value` is 0 at count 0."""
+    """A mean that adds: total and count, float32 at least. `value` is 0 at count 0.
+
+    Scalars, or arrays of one shape where there is a mean of each element.
+    """
 
     total: Array
     count: Array

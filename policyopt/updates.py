@@ -59,11 +59,18 @@ def evaluate(
         metrics['value/explained_variance'] = ExplainedVariance.of(
             inputs.values, inputs.returns, inputs.mask
         )
+    if batch.support is not None:
+        metrics['replay/support'] = supported(batch.support, batch.mask)
     if hidden.aux:
         penalty, more = router_terms(bound.router, hidden.aux, shared.tokens)
         loss, metrics = loss + penalty, metrics | more
     found = Found(loss, metrics, hidden.aux.get('load'))
     return loss, (jax.lax.stop_gradient(found), scores.logp_new)
+
+
+def supported(support: Array, mask: Array) -> Mean:
+    """Share of the mask's tokens with a recorded support, from support [B,T,K] and mask [B,T]."""
+    return Mean.of(jnp.any(support >= 0, axis=-1).astype(jnp.float32), mask)
 
 
 def router_terms(
@@ -84,14 +91,28 @@ def router_terms(
 
 
 def load_metrics(load: Array) -> Metrics:
-    """Of loads [L_moe,E]: the largest share that one expert takes of its layer, and the entropy.
+    """Of loads [L_moe,E]: how unevenly tokens are spread over experts.
 
-    `moe/load_max` is over layers and experts, 1/E at perfect balance; `moe/load_entropy` is in
-    nats, the mean over layers, log E at perfect balance.
+    `moe/load_max` is the largest share that one expert takes of its layer, over layers and experts,
+    1/E at perfect balance; `moe/load_entropy` is in nats, the mean over layers, log E at perfect
+    balance. [L_moe], by mixture layer: `moe/load_over_mean`, the busiest expert's tokens over the
+    mean expert's, 1 at perfect balance; `moe/unused`, the share of experts without a token.
     """
     share = masked.safe_divide(load, jnp.sum(load, axis=1, keepdims=True))
     entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1)), axis=1)
-    return {'moe/load_max': one(jnp.max(share)), 'moe/load_entropy': one(jnp.mean(entropy))}
+    return {
+        'moe/load_max': one(jnp.max(share)),
+        'moe/load_entropy': one(jnp.mean(entropy)),
+        'moe/load_over_mean': one(jnp.max(share, axis=1) * load.shape[1]),
+        'moe/unused': one(jnp.mean(load == 0, axis=1, dtype=jnp.float32)),
+    }
+
+
+def norm_metrics(name: str, tree: Any) -> Metrics:
+    """Global norm of gradients or steps as `name`, and of each group of layers, `name/GROUP`."""
+    groups = optimizer_lib.group_norms(tree)
+    found = {f'{name}/{group}': one(size) for group, size in groups.items()}
+    return {name: one(optimizer_lib.norm(tree)), **found}
 
 
 def begin(bound: Binding, state: TrainState, batch: TokenBatch) -> tuple[Part, Shared]:
@@ -114,14 +135,17 @@ def finish(
     params, opt_state, moved = optimizer_lib.apply(
         bound.optimizer, grads.policy, state.opt_state, state.params, ok
     )
-    metrics: Metrics = {'grad_norm': one(size), 'update_norm': one(moved)}
+    metrics = norm_metrics('grad_norm', grads.policy) | norm_metrics('update_norm', moved)
     side = state.critic
     if bound.critic is not None and side is not None and bound.own is not None:
         own, own_state, moved = optimizer_lib.apply(
             bound.critic.optimizer, grads.critic, side.opt_state, side.params, ok
         )
         side = CriticState(params=own, opt_state=own_state)
-        metrics |= {'value/grad_norm': one(critic_size), 'value/update_norm': one(moved)}
+        metrics |= {
+            'value/grad_norm': one(critic_size),
+            'value/update_norm': one(optimizer_lib.norm(moved)),
+        }
     return conclude(bound, state, params, opt_state, side, found, ok, metrics)
 
 
@@ -198,7 +222,7 @@ def natural_update(bound: Binding, parts: int) -> Callable[..., Any]:
         ok = jnp.isfinite(found.loss) & (metrics['trust_region/nonfinite'].value == 0)
         params = optimizer_lib.where(ok, params, state.params)
         moved = jax.tree.map(jnp.subtract, params, state.params)
-        metrics |= {'update_norm': one(optimizer_lib.norm(moved))}
+        metrics |= norm_metrics('update_norm', moved)
         state, metrics = conclude(
             bound, state, params, state.opt_state, state.critic, found, ok, metrics
         )
@@ -260,7 +284,7 @@ def value_job(bound: Binding) -> microbatches_lib.Job:
         metrics = found.metrics | {
             'value/loss': one(found.loss),
             'value/grad_norm': one(size),
-            'value/update_norm': one(moved),
+            'value/update_norm': one(optimizer_lib.norm(moved)),
             'skipped': one(~ok),
         }
         side = CriticState(params=both.critic, opt_state=opt_state)
@@ -296,5 +320,5 @@ def loss_inputs(
 
 
 def one(x: Array) -> Mean:
-    """A single observation as a Mean."""
-    return Mean(total=jnp.asarray(x, jnp.float32), count=jnp.ones((), jnp.float32))
+    """A single observation as a Mean; of an array, one of each of its elements."""
+    return Mean(total=jnp.asarray(x, jnp.float32), count=jnp.ones(jnp.shape(x), jnp.float32))

@@ -40,7 +40,7 @@ def warm_start(setup: Setup, params: Any, records: Path) -> tuple[Any, int]:
     )
     state = learner.init(params, jax.random.key(setup.config.seed))
     source = data.batches(setup.task.train, c.batch, setup.config.seed)
-    with metrics.Display('warm start', c.max_steps) as display:
+    with metrics.Display('warm start', c.max_steps, at_most=True) as display:
         for step in range(1, c.max_steps + 1):
             batch = data.supervised(next(source), setup.model.tokenizer, setup.width)
             state, found, _ = learner.update(state, batch)

@@ -12,7 +12,13 @@ from typing import IO
 
 from policyopt import checkpoint
 
-RECORDS, TIMINGS, CURVES, SETTINGS = 'metrics.jsonl', 'timings.jsonl', 'curves.png', 'config.json'
+RECORDS, TIMINGS, SAMPLES, SETTINGS = (
+    'metrics.jsonl',
+    'timings.jsonl',
+    'samples.jsonl',
+    'config.json',
+)
+DASHBOARD, PAGE = 'dashboard.png', 'report.md'
 LOCK = 'lock'
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 

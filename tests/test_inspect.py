@@ -244,7 +244,7 @@ def run(tmp_path_factory):
     )
     workdir = tmp_path_factory.mktemp('runs') / 'run'
     with patch.context(), pytest.raises(stopping.Unstable, match='policyopt.inspect shows'):
-        train.run(train.start(config, workdir, save_batches=[2, 3]), workdir)
+        train.run(train.start(config, workdir, train.Watch(save_batches=(2, 3))), workdir)
     patch.undo()
     return workdir
 
@@ -356,8 +356,8 @@ def test_without_checkpoints_what_was_recorded_is_shown(run, tmp_path, capsys):
 
 
 def test_steps_to_save_are_checked(tmp_path):
-    assert train.steps_of(['1', '40']) == [1, 40]
+    assert train.steps_of(['1', '40']) == (1, 40)
     with pytest.raises(ValueError, match='--save_batches is 1,x; legal are RL steps, as 1,40'):
         train.steps_of(['1', 'x'])
     with pytest.raises(ValueError, match='--save_batches has 9; legal are RL steps, 1 to 2'):
-        train.start(get_config('tiny', steps=2), tmp_path / 'run', [9])
+        train.start(get_config('tiny', steps=2), tmp_path / 'run', train.Watch(save_batches=(9,)))

@@ -3,12 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import policyopt as po
-from policyopt import learner, models
+from policyopt import learner, models, updates
+from policyopt import metrics as metrics_lib
 from policyopt.learner import LengthBuckets, RouterLosses
 from tests.learning import Running, close, fresh, none, random_batch
 
@@ -82,6 +84,46 @@ def test_expert_load_is_always_reported(plain, trunk, batch):
     np.testing.assert_allclose(
         metrics['moe/router_z'].value, trunk.aux['router_z'].value, rtol=1e-5
     )
+    numbers = metrics_lib.numbers(metrics)
+    for layer in range(LAYERS):
+        peak = load[layer].max() / load[layer].mean()
+        np.testing.assert_allclose(numbers[f'moe/load_over_mean/{layer}'], peak, rtol=1e-6)
+        assert numbers[f'moe/unused/{layer}'] == np.mean(load[layer] == 0)
+
+
+def test_load_of_experts_by_hand():
+    found = metrics_lib.numbers(updates.load_metrics(jnp.array([[6.0, 2, 0, 0], [1, 1, 1, 1]])))
+    assert [found[f'moe/load_over_mean/{i}'] for i in range(2)] == [3, 1]
+    assert [found[f'moe/unused/{i}'] for i in range(2)] == [0.5, 0]
+
+
+def test_norms_of_each_group_of_layers(plain, params):
+    """Against what SGD moved: its step is the gradient, at a learning rate of 1."""
+    state, metrics, _ = plain
+    step = jax.tree.map(lambda new, old: np.asarray(new, float) - old, state.params, params)
+    block, mlp = step['moe'], step['moe']['mlp']
+    groups = {
+        'embedding': [step['embed']],
+        'attention': [x for name, x in block['attention'].items() if 'norm' not in name],
+        'experts': [mlp['gate'], mlp['up'], mlp['down']],
+        'router': [mlp['router']],
+        'norms': [step['norm'], block['norm1'], block['norm2']]
+        + [x for name, x in block['attention'].items() if 'norm' in name],
+        'head': [step['head']] if 'head' in step else [],
+    }
+    want = {n: sum(np.sum(x**2) for x in xs) ** 0.5 for n, xs in groups.items() if xs}
+    assert sum(map(len, groups.values())) == len(jax.tree.leaves(step))
+    for kind in ('grad_norm', 'update_norm'):
+        found = {n.partition('/')[2]: float(m.value) for n, m in metrics.items() if kind + '/' in n}
+        assert found == pytest.approx(want, rel=1e-3)
+        total = sum(x**2 for x in found.values()) ** 0.5
+        assert total == pytest.approx(float(metrics[kind].value), rel=1e-5)
+
+
+def test_share_of_tokens_with_a_support():
+    support = np.array([[[-1, -1], [3, -1], [3, 4]], [[-1, -1], [-1, -1], [0, 1]]])
+    found = updates.supported(support, np.array([[0, 1, 1], [0, 1, 1]]))
+    assert float(found.value) == 0.75
 
 
 @pytest.fixture(scope='module')

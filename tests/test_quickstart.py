@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import policyopt as po
-from policyopt import batches, evaluate, metrics, recipe, train
+from policyopt import batches, data, evaluate, metrics, recipe, reinforce, train
 from policyopt import workdir as workdir_lib
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -76,7 +76,20 @@ def test_tiny_run(tmp_path, capsys):
     check_run(result, tmp_path / 'run', config)
     times = [r for r in metrics.read(tmp_path / 'run' / 'timings.jsonl') if r['stage'] == 'rl']
     assert times[0]['compiles'] > 0 and [t['compiles'] for t in times[2:]] == [0, 0]
+    parts = [
+        t[f'{name}_seconds'] for t in times for name in ('sample', 'reward', 'score', 'update')
+    ]
+    assert min(parts) >= 0 and sum(parts) <= sum(t['seconds'] for t in times)
+    step = next(r for r in metrics.read(tmp_path / 'run' / 'metrics.jsonl') if r['stage'] == 'rl')
+    assert step['replay/support'] == 1 and step['moe/replayed'] > 0.5
+    assert {'moe/load_over_mean/0', 'moe/unused/0', 'grad_norm/router', 'reward_std'} <= set(step)
+    samples = metrics.read(tmp_path / 'run' / 'samples.jsonl')
+    assert [s['step'] for s in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    for sample in samples[-2:]:  # sums, whose right answer is the only one
+        assert sample['right'] == (sample['answer'] == sample['expected'])
     printed = capsys.readouterr().out
+    page = (tmp_path / 'run' / 'report.md').read_text()
+    assert page.startswith('# GSPO on basic arithmetic') and '(dashboard.png)' in page
     assert f'held-out accuracy before RL: {result.before}' in printed
     assert f'held-out accuracy after RL:  {result.after}' in printed
     assert str(result.curves) in printed
@@ -130,6 +143,11 @@ def test_a_small_quickstart_gains_ten_points(tmp_path):
         ('tiny', dict(algorithm_kw=dict(lows=0.1)), 'has no argument `lows`. Did you mean `low`'),
         ('tiny', dict(stepz=3), 'config has no `stepz`. Did you mean `steps`'),
         ('tiny', dict(steps=0), r'config.steps must lie in \[1, inf\], got 0'),
+        (
+            '',
+            dict(steps=0, optimizer__decay_steps=0),
+            r'config.steps must lie in \[1, inf\], got 0',
+        ),
         ('tiny', dict(steps=2.5), 'config.steps is 2.5; legal is int'),
         ('tiny', dict(minibatches=5), 'legal are divisors of the 32 rows'),
         ('tiny', dict(sampling__temprature=1.0), 'Did you mean `temperature`'),
@@ -265,13 +283,49 @@ def test_display_in_a_terminal_and_out_of_it(capsys):
     with metrics.Display('RL', 40, Console(force_terminal=False)) as display:
         for step in range(1, 41):
             display.update(step, values)
-    lines = capsys.readouterr().out.splitlines()
+    start, *lines = capsys.readouterr().out.splitlines()
+    assert start == 'RL 0/40  compiling ...'
     assert len(lines) == 21 and lines[0] == 'RL 1/40  reward 0.500  frozen 25.0%'
-    assert lines[-1].endswith('0:00 left') and 'unknown' not in lines[0]
+    assert lines[-1].endswith('  0:00 left') and 'unknown' not in lines[0]
     with metrics.Display('RL', 2, Console(force_terminal=True, width=120)) as display:
         display.update(1, values)
         display.update(2, values)
     assert 'reward 0.500' in capsys.readouterr().out
+
+
+def test_display_of_a_stage_that_goes_on_or_may_end_early(capsys):
+    from rich.console import Console
+
+    plain = Console(force_terminal=False)
+    with metrics.Display('warm start', 100, plain, start=40, at_most=True) as display:
+        for step in (50, 60):
+            display.update(step, {'rollout/kept': 1.0, 'skipped': 0.0})
+            display.note('why')
+        display.update(70, {'rollout/kept': 0.5, 'accuracy': 0.25, 'held_out': 0.5})
+    start, first, note, second, third = capsys.readouterr().out.splitlines()
+    assert start == 'warm start 40/100  compiling ...' and note == 'why'
+    assert first.strip() == 'warm start 50/100' and 'kept' not in second
+    assert 'sampled accuracy 25.0%  held-out accuracy 50.0%  kept 50%' in third
+    assert 'at most 0:00 left' in third
+    with metrics.Display('RL', 50, Console(force_terminal=True, width=120), start=40):
+        pass
+    assert '40/50' in capsys.readouterr().out
+
+
+def test_what_is_explained_once():
+    setup = recipe.prepare(get_config('tiny', ema=0.9))
+    assert 'greedy, by the moving average' in reinforce.explanation(setup)
+    usual = {'rollout/kept': 1.0, 'rollout/not_judged': 0.0, 'skipped': 0.0}
+    assert not list(reinforce.remarks(setup, usual))
+    kept, judged, skipped = reinforce.remarks(setup, dict.fromkeys(usual, 0.5))
+    assert 'fewer than its 32 rows in rollout.max_rounds=30 rounds' in kept
+    assert 'no reward' in judged and 'skipped' in skipped
+
+
+def test_changes_in_words():
+    assert metrics.change(0.4609) == 'a gain of 46.1 points'
+    assert metrics.change(-0.125) == 'a loss of 12.5 points'
+    assert metrics.change(0.0) == 'no change'
 
 
 def test_records_round_trip(tmp_path):
@@ -296,3 +350,27 @@ def test_command_line_reports_a_misspelling_and_exits(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert done.returncode != 0 and not (tmp_path / 'run').exists()
     assert 'Did you mean `grpo`' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_a_config_file_that_is_not_there():
+    """Named in one line, with the file that is meant."""
+    for argv in (['--config=configs/quikstart.py:tiny'], ['--config', 'configs/quikstart.py']):
+        found = train.missing_config(['train', *argv, '--config.steps=3'])
+        assert found == (
+            '--config: there is no file configs/quikstart.py. Did you mean `configs/quickstart.py`?'
+        )
+    assert train.missing_config(['train', '--config=configs/quickstart.py:tiny']) == ''
+
+
+def test_watch_is_checked_before_the_folder_is_touched(tmp_path):
+    with pytest.raises(ValueError, match='--profile is 3:5; config.steps is 2'):
+        train.start(get_config('tiny'), tmp_path / 'run', train.Watch(profile=(3, 5)))
+    assert not (tmp_path / 'run').exists()
+
+
+def test_accuracy_of_each_task():
+    items = [data.Item('', (), '', {}, task) for task in 'aabba']
+    found = evaluate.Accuracy(3, 5, (), (True, False, True, True, False))
+    parts = evaluate.by_task(found, items)
+    assert {name: (p.correct, p.total) for name, p in parts.items()} == {'a': (1, 3), 'b': (2, 2)}
+    assert evaluate.by_task(found._replace(right=(True, True)), items[:2]) == {}

@@ -31,6 +31,7 @@ from policyopt import (
 )
 from policyopt import workdir as workdir_lib
 from policyopt.workdir import WorkdirError
+from tests.events import events_of
 from tests.learning import random_batch
 from tests.test_quickstart import QUICKSTART, ROOT, get_config
 
@@ -76,16 +77,23 @@ def killed_after(workdir, folder, step):
     return folder
 
 
+WATCH = train.Watch(writers=('tensorboard',))
+
+
 def check_resume(config, tmp_path, steps, capsys):
-    whole = train.run(train.start(config, tmp_path / 'whole'), tmp_path / 'whole')
+    whole = train.run(train.start(config, tmp_path / 'whole', WATCH), tmp_path / 'whole')
+    samples = (tmp_path / 'whole' / 'samples.jsonl').read_bytes()
     for step in steps:
         folder = killed_after(tmp_path / 'whole', tmp_path / f'from_{step}', step)
-        job = train.start(config, folder)
+        job = train.start(config, folder, WATCH)
         assert job.resumed
         again = train.run(job, folder)
         assert f'resumed after RL step {step} of' in capsys.readouterr().out
         assert again._replace(curves=None) == whole._replace(curves=None)
         same_end(folder, tmp_path / 'whole', config['steps'])
+        assert (folder / 'samples.jsonl').read_bytes() == samples
+        rewards = events_of(folder)['reward']
+        assert [step for step, _ in rewards] == list(range(1, config['steps'] + 1))
         assert (folder / 'batches' / f'batch_{config["steps"]:06d}.npz').is_file()
 
 
