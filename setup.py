@@ -35,6 +35,8 @@ setup(
         'tensorboard': ['tensorboardX>=2.6.2'],
         'wandb': ['wandb>=0.19'],
         'models': ['safetensors>=0.5', 'gguf>=0.17', 'tokenizers>=0.21'],
+        'math': ['math-verify>=0.9'],
+        'language': ['eldc>=0.4'],
         'test': [
             'hypothesis>=6.120',
             'pytest>=8.3',

@@ -29,7 +29,8 @@ def get_config(argument=None):
     c, tiny = presets.begin(argument)
     c.algorithm = 'policyopt.algorithms.dapo'
     c.algorithm_kw = dict(low=0.2, high=0.28, max_length=20480, cache=4096)
-    c.rollout = dict(prompts=512, group_size=16, max_rounds=10, wrong=-1.0)
+    c.rollout = dict(prompts=512, group_size=16, max_rounds=10)
+    c.reward_kw = dict(right=1.0, wrong=-1.0)
     c.sampling = dict(max_new_tokens=20480, temperature=1.0)
     c.optimizer = dict(learning_rate=1e-6, warmup_steps=320)
     c.steps = 500

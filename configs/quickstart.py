@@ -73,13 +73,13 @@ def get_config(argument=None):
     )
 
     c.algorithm = name if '.' in name else f'policyopt.algorithms.{name}'
+    c.reward, c.reward_kw = 'graded', dict(wrong=-1.0 if name == 'dapo' else 0.0)
     c.algorithm_kw = SHORT_ANSWERS.get(name, {})
+    c.judge = dict(workers=0)  # a comparison of numbers, which needs no limits
     c.sampling = dict(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, top_p=0.95, support_size=8)
     c.replay = dict(support=True, routing='rollout')
     c.dynamic_sampling = name not in ('dapo', 'magistral')  # they have it by themselves
     c.rollout = dict(prompts=64, group_size=8, max_rounds=4)
-    if name == 'dapo':
-        c.rollout.wrong = -1.0
     c.router = dict(load_balance=1e-3)
     c.steps = 300
     c.epochs = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 
 from policyopt import metrics
 from policyopt.data import Item
-from policyopt.rewards import Judge, guarded
+from policyopt.rewards import Case, Judge, Page, Round
 from policyopt.sampling import (
     Engine,
     EngineConfig,
@@ -54,7 +55,7 @@ class Answers(NamedTuple):
 
 class _Row(NamedTuple):
     text: str
-    tokens: int
+    ids: list[int]
     finish: int
 
 
@@ -83,6 +84,7 @@ def draw(
     engine: EngineConfig | None = None,
     title: str = '',
     on_error: OnError = 'raise',
+    page: Page | None = None,
 ) -> Answers:
     """Answer every item `samples` times and judge the answers.
 
@@ -94,7 +96,7 @@ def draw(
       model: a `policyopt.models` model with a tokenizer.
       params: its parameters.
       items: problems.
-      judge: gives 1 for a right answer; what it fails on has no marks.
+      judge: says which answers are right; what it fails on has no marks.
       key: a typed key; each answer's own is `answer_keys`. Unused noise at temperature 0.
       config: how answers are drawn.
       samples: answers to each problem.
@@ -103,6 +105,7 @@ def draw(
       title: of a progress display, with the engine; '' for none.
       on_error: 'raise' RowErrors for logits that are not finite, and for a prompt that can't be
         used; or 'record' such answers as finished by ERROR, without marks.
+      page: where verdicts are written down, and found again; None for nowhere.
     """
     if (batch is None) == (engine is None):
         raise ValueError('give one of batch and engine')
@@ -119,15 +122,18 @@ def draw(
         rows = _slots(model, params, prompts, keys, config, engine, title, on_error)
     seconds = time.monotonic() - began
     texts = [row.text for row in rows]
-    marks = guarded(judge)(texts, [item.entry for item in items for _ in range(samples)])
     finish = np.array([row.finish for row in rows], np.int32)
-    marks = np.where(finish == Finish.ERROR, np.float32(np.nan), marks)
+    judging = Round(judge, page)
+    drawn = [i for i in range(len(rows)) if finish[i] != Finish.ERROR]
+    judging.add(drawn, [Case(texts[i], rows[i].ids, items[i // samples].entry) for i in drawn])
+    verdicts = judging.verdicts(len(rows))
+    marks = [math.nan if math.isnan(v.value) else float(v.positive) for v in verdicts]
     shape = (len(items), samples)
     return Answers(
         texts=[texts[i * samples : (i + 1) * samples] for i in range(len(items))],
-        tokens=np.array([row.tokens for row in rows], np.int32).reshape(shape),
+        tokens=np.array([len(row.ids) for row in rows], np.int32).reshape(shape),
         finish=finish.reshape(shape),
-        marks=np.asarray(marks).reshape(shape),
+        marks=np.array(marks, np.float32).reshape(shape),
         seconds=seconds,
     )
 
@@ -151,7 +157,7 @@ def _lock_step(
         found = jax.device_get((rollout.tokens, rollout.prompt_length, rollout.length))
         finish = np.asarray(rollout.finish).tolist()
         for row, begin, end, why in zip(*found, finish, strict=True):
-            rows.append(_Row(model.tokenizer.decode(row[begin:end]), int(end - begin), why))
+            rows.append(_Row(model.tokenizer.decode(row[begin:end]), row[begin:end].tolist(), why))
     return rows[: len(prompts)]
 
 
@@ -176,7 +182,7 @@ def _slots(
                 if row.data is None or (row.finish == Finish.ERROR and on_error == 'raise'):
                     raise RowErrors({row.id: row.error or 'no data'})
                 ids = row.data['tokens'][row.prompt_length :]  # type: ignore[index]
-                rows[row.id] = _Row(model.tokenizer.decode(ids), len(ids), int(row.finish))
+                rows[row.id] = _Row(model.tokenizer.decode(ids), ids.tolist(), int(row.finish))
                 drawn += len(ids)
                 if display is not None:
                     speed = drawn / max(time.monotonic() - began, 1e-9)

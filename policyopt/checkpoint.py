@@ -31,7 +31,7 @@ FOLDER, DAMAGED = 'checkpoints', 'damaged'
 
 # Fields of the config that may change between a checkpoint and its resume. Those of the first line
 # change what happens from there on, as asked; the others the memory used, and numbers by rounding.
-FREE = ('steps', 'max_skipped', 'evaluation', 'checkpoint')
+FREE = ('steps', 'max_skipped', 'evaluation', 'checkpoint', 'judge')
 FREE += ('microbatches', 'length_buckets', 'rollout.chunks')
 
 

@@ -7,12 +7,11 @@ import functools
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -39,9 +38,11 @@ def one_of(field: str, value: Any, legal: Iterable[str]) -> None:
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:
     """Return value; raises where it is no number in [low, high]. Traced values pass unchecked."""
-    if any(isinstance(x, Tracer) for x in (value, low, high)):
+    jax: Any = sys.modules.get('jax')  # processes that judge answers do without it
+    if jax and any(isinstance(x, jax.core.Tracer) for x in (value, low, high)):
         return value
-    scalar = isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
+    arrays = (np.ndarray, jax.Array) if jax else (np.ndarray,)
+    scalar = isinstance(value, arrays) and value.ndim == 0
     if isinstance(value, bool | np.bool_) or not (scalar or isinstance(value, numbers.Real)):
         raise TypeError(f'{name} must be a number, got {value!r}')
     if not low <= float(value) <= high:  # pyright: ignore[reportArgumentType]

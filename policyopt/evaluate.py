@@ -26,7 +26,7 @@ from policyopt.at_k import wilson
 from policyopt.data import Item, benchmark
 from policyopt.evaluate_plan import Plan, parser, plan
 from policyopt.recipe import Setup
-from policyopt.rewards import Judge
+from policyopt.rewards import Judge, Page
 from policyopt.sampling import Finish, RowErrors, SamplingConfig
 from policyopt.sampling.config import check_config
 
@@ -73,6 +73,7 @@ def accuracy(
     *,
     prompt_width: int,
     batch: int,
+    page: Page | None = None,
 ) -> Accuracy:
     """Answer every item once and judge the answers; arguments as of `answers.draw`.
 
@@ -88,14 +89,15 @@ def accuracy(
         prompt_width=prompt_width,
         batch=batch,
         on_error='record',
+        page=page,
     )
     right = found.correct[:, 0]
     texts = tuple(text for (text,) in found.texts)
     return Accuracy(int(right.sum()), len(items), texts, tuple(right.tolist()))
 
 
-def held_out(setup: Setup, params: Any) -> Accuracy:
-    """Accuracy on the held-out problems of a run."""
+def held_out(setup: Setup, params: Any, page: Page | None = None) -> Accuracy:
+    """Accuracy on the held-out problems of a run; `page` as of `accuracy`."""
     c = setup.config
     return accuracy(
         setup.model,
@@ -106,6 +108,7 @@ def held_out(setup: Setup, params: Any) -> Accuracy:
         c.sampling.at_temperature(c.evaluation.temperature),
         prompt_width=setup.task.prompt_width,
         batch=c.evaluation.batch,
+        page=page,
     )
 
 
@@ -157,7 +160,7 @@ def run(job: Plan) -> Evaluated:
                 f'{model.config.max_length} tokens, prompt and answer'
             )
         score = job.problems.score
-        judge = rewards.graded(score)
+        judge = rewards.Local(rewards.graded(score))
         items = benchmark.items(job.problems, model.tokenizer, room, job.on_bad_row)
     items = _limited(items, job.limit)
     if not items:

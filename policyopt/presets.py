@@ -14,6 +14,7 @@ from policyopt import settings
 
 TOY_ROWS, TOY_TOKENS = 32, 4  # of a step; of an answer, which has two digits and an end at most
 TOY_PROMPT = 6  # as `10+10=`
+VALUES = ('right', 'wrong')  # arguments of rewards
 
 
 def begin(argument: str | None) -> tuple[Any, bool]:
@@ -41,6 +42,7 @@ def begin(argument: str | None) -> tuple[Any, bool]:
     c.model = dict(path=model, remat='full')
     c.task = dict(file=file, prompt_width=1024, held_out=64, on_bad_row='skip')
     c.evaluation = dict(every=25, batch=64, temperature=0.0, samples=4)
+    c.reward, c.reward_kw = 'math_equivalence', {}
     c.microbatches = 1
     return c, tiny
 
@@ -61,9 +63,9 @@ def long_answers(config: Any) -> None:
 def toy(config: Any, experts: int = 0) -> None:
     """Turn any recipe, in place, into two steps on sums up to 20 with a toy of a model.
 
-    Algorithm, epochs, replay, rewards, critic, reference, kind of sampler and of microbatches stay;
-    sizes, learning rates and pretraining shrink. `algorithm_kw` that assume long answers are the
-    caller's to change.
+    Algorithm, epochs, replay, critic, reference, kind of sampler and of microbatches stay; sizes,
+    learning rates and pretraining shrink. Rewards come from the task's own scorer, for values that
+    `reward_kw` may name. `algorithm_kw` that assume long answers are the caller's to change.
 
     Args:
       config: a recipe's.
@@ -71,6 +73,8 @@ def toy(config: Any, experts: int = 0) -> None:
     """
     c = config
     _toy_task(c)
+    kept = {name: value for name, value in c.get('reward_kw', {}).items() if name in VALUES}
+    c.reward, c.reward_kw = 'graded', kept
     sizes: dict[str, Any] = dict(mlp_dim=32)
     if experts:
         sizes = dict(expert_dim=16, moe=dict(experts=experts, top_k=2))
@@ -119,3 +123,4 @@ def _toy_task(c: Any) -> None:
     )
     c.warm_start = dict(batch=32, every=10, accuracy=(0.1, 1.0), optimizer=dict(learning_rate=1e-2))
     c.evaluation = dict(every=1, batch=16, temperature=0.0, samples=2)
+    c.judge = dict(workers=0)  # a comparison of numbers, which needs no limits

@@ -128,6 +128,9 @@ class RunConfig:
       algorithm: import path of a factory, with its arguments in `algorithm_kw`.
       dynamic_sampling: drop groups whose rewards are all equal, which have no gradient, and draw
         others in their place (arXiv:2503.14476); for algorithms that don't by themselves.
+      reward: name of a reward in policyopt.rewards, or import path of a factory of one, with its
+        arguments in `reward_kw`; the default takes the task's own scorer. See docs/rewards.md.
+      judge: where rewards are computed, and how long they may take.
       rollout, sampling, optimizer, evaluation, checkpoint: see their classes.
       warm_start: the supervised stage; None for none.
       steps: RL steps, each of which draws new answers.
@@ -157,6 +160,9 @@ class RunConfig:
     tokenizer: Literal['arithmetic', 'ascii'] = 'arithmetic'
     warm_start: WarmStart | None = None
     algorithm_kw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reward: str = 'graded'
+    reward_kw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    judge: rewards.JudgeConfig = rewards.JudgeConfig()
     dynamic_sampling: bool = False
     steps: int = 100
     epochs: int = 1
@@ -207,7 +213,8 @@ class Setup(NamedTuple):
       config: as read.
       model: of the policy, and of a critic with its own trunk where the config asks for one.
       params: parameters from a checkpoint; None where they are drawn.
-      task, judge: problems, and what judges answers to them; None where they were left out.
+      task, judge: problems, and what judges answers to them, whose processes start when it is used;
+        None where they were left out.
       algorithm: as named.
       needed: optional fields that it reads; see rollout.required_fields.
       width: tokens of a row, prompt and answer.
@@ -285,7 +292,8 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
             f'config.sampling.max_new_tokens is {c.sampling.max_new_tokens}; the longest answer '
             f'with its end of sequence has {task.longest_answer} tokens'
         )
-    setup = setup._replace(task=task, judge=rewards.graded(task.score), width=width)
+    spec = rewards.read(c.reward, c.reward_kw, task.scorer, 'config.reward')
+    setup = setup._replace(task=task, judge=rewards.make_judge(spec, c.judge), width=width)
     check_config(model, c.sampling)
     make_learner(setup)  # for its checks: it compiles nothing
     return setup

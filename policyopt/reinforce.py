@@ -20,6 +20,7 @@ from policyopt.checkpoint import Checkpoints, Progress, fingerprint
 from policyopt.learner import Learner, TrainState
 from policyopt.recipe import Setup
 from policyopt.reference import Reference, make_reference
+from policyopt.rewards import Ledger, Page
 from policyopt.types import TokenBatch
 from policyopt.workdir import RECORDS, SAMPLES, TIMINGS
 
@@ -35,6 +36,7 @@ class Loop(NamedTuple):
       stop: whether the process was asked to end.
       save_batches: RL steps whose minibatches are saved.
       profile: which steps are traced.
+      ledger: of verdicts; None where there are no checkpoints to go on from.
     """
 
     learner: Learner
@@ -45,6 +47,11 @@ class Loop(NamedTuple):
     stop: stopping.Stop
     save_batches: Sequence[int] = ()
     profile: profiling.Profile | None = None
+    ledger: Ledger | None = None
+
+    def page(self, stage: str, number: int, step: int) -> Page | None:
+        """Where the verdicts of a stage's step are, which is done again with RL step `step`."""
+        return self.ledger and self.ledger.page(stage, number, step)
 
     @property
     def records(self) -> Path:
@@ -105,7 +112,8 @@ def make_loop(
         replay=replay,
     )
     source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
-    return Loop(learner, collect, source, workdir, checkpoints, stop, save_batches, profile)
+    ledger = None if checkpoints is None else Ledger(workdir)
+    return Loop(learner, collect, source, workdir, checkpoints, stop, save_batches, profile, ledger)
 
 
 def new_point(
@@ -133,6 +141,8 @@ def save(loop: Loop, point: Point) -> None:
         notes=notes,
     )
     loop.checkpoints.save(point.state, point.reference and point.reference.params, progress)
+    if loop.ledger is not None and (whole := loop.checkpoints.steps()):
+        loop.ledger.prune(whole[0])
 
 
 def resume(setup: Setup, loop: Loop) -> Point:
@@ -186,7 +196,7 @@ def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:
             if profile is not None:
                 profile.after(step, display.note)
             if step % c.evaluation.every == 0 and step < c.steps:
-                accuracy = record_accuracy(setup, used(point.state), loop.workdir, step)
+                accuracy = record_accuracy(setup, used(point.state), loop, step)
                 shown = {'held_out': accuracy.value}
             display.update(step, done.values | times | shown)
             for line in remarks(setup, done.values):
@@ -232,7 +242,13 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
     key = jax.random.fold_in(state.key, step)
     try:
         collected = loop.collect(
-            state, reference and reference.params, loop.source, key, version=step - 1, watch=watch
+            state,
+            reference and reference.params,
+            loop.source,
+            key,
+            version=step - 1,
+            watch=watch,
+            page=loop.page('rl', step, step),
         )
     except rollout_lib.NotSampled as error:
         values = error.metrics | {'skipped': 1.0}
@@ -369,7 +385,11 @@ def pretrain_values(
             step = len(losses) + 1
             key = jax.random.fold_in(jax.random.fold_in(state.key, 0), step)
             collected = loop.collect(
-                state, reference and reference.params, loop.source, key, version=0
+                state,
+                reference and reference.params,
+                loop.source,
+                key,
+                page=loop.page('value_pretraining', step, 1),
             )
             found = []
             for part in rollout_lib.minibatches(collected.batch, c.minibatches):
@@ -388,23 +408,23 @@ def used(state: TrainState) -> Any:
     return state.params if state.ema is None else state.ema
 
 
-def record_accuracy(setup: Setup, params: Any, workdir: Path, step: int) -> evaluate.Accuracy:
+def record_accuracy(setup: Setup, params: Any, loop: Loop, step: int) -> evaluate.Accuracy:
     """Measure held-out accuracy and write it down, with some of the answers."""
     began = time.monotonic()
-    accuracy = evaluate.held_out(setup, params)
+    accuracy = evaluate.held_out(setup, params, loop.page('evaluation', step, step))
     low, high = accuracy.interval
     values = {'held_out': accuracy.value, 'low': low, 'high': high}
     items = setup.task.held_out
     for name, part in evaluate.by_task(accuracy, items).items():
         values |= {f'held_out/{name}': part.value}
-    metrics.append(workdir / RECORDS, 'evaluation', step, values)
+    metrics.append(loop.records, 'evaluation', step, values)
     for item, answer, right in list(zip(items, accuracy.answers, accuracy.right, strict=True))[
         : setup.config.evaluation.samples
     ]:
         row = {'problem': item.prompt, 'expected': item.answer, 'answer': answer, 'right': right}
-        metrics.append(workdir / SAMPLES, 'evaluation', step, row)
+        metrics.append(loop.workdir / SAMPLES, 'evaluation', step, row)
     times = {'seconds': time.monotonic() - began, 'time': time.time()}
-    metrics.append(workdir / TIMINGS, 'evaluation', step, times)
+    metrics.append(loop.timings, 'evaluation', step, times)
     return accuracy
 
 

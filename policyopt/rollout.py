@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +14,12 @@ import numpy as np
 from policyopt import filling, scoring
 from policyopt import metrics as metrics_lib
 from policyopt.data import Item
+from policyopt.drawing import make_draw
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
-from policyopt.rewards import Judge, guarded
-from policyopt.sampling import (
-    EngineConfig,
-    Finish,
-    SamplingConfig,
-    allowed_mask,
-    pad_prompts,
-    row_keys,
-    sample,
-    sample_continuous,
-)
+from policyopt.rewards import Judge, Page, Remarks, Round, Verdict
+from policyopt.rewards import describe as describe_verdicts
+from policyopt.sampling import EngineConfig, Finish, SamplingConfig, allowed_mask
 from policyopt.types import Algorithm, MissingInput, Rollout, TokenBatch
 
 
@@ -42,11 +34,9 @@ class RolloutConfig:
         algorithm drops some.
       shortage: what to do where they are not: train on a 'smaller' batch, or raise an 'error'.
       chunks: parts of a round, decoded one after another; while one is decoded, the answers of
-        those before are judged in threads. They change no token.
-      engine: draw with the slot engine (continuous batching), which spends no step on ended rows;
-        None draws in lock-step.
-      right: reward of a right answer.
-      wrong: reward of a wrong one.
+        those before are judged. They change no token.
+      engine: draw with the slot engine (continuous batching), which spends no step on ended rows,
+        and has each judged as it ends; None draws in lock-step.
     """
 
     prompts: int = 64
@@ -55,8 +45,6 @@ class RolloutConfig:
     shortage: Literal['smaller', 'error'] = 'smaller'
     chunks: int = 1
     engine: EngineConfig | None = None
-    right: float = 1.0
-    wrong: float = 0.0
 
     def __post_init__(self):
         for name in ('prompts', 'group_size', 'max_rounds', 'chunks'):
@@ -66,8 +54,6 @@ class RolloutConfig:
             raise ValueError(
                 f'chunks is {self.chunks}; legal are divisors of prompts, {self.prompts}'
             )
-        if not self.right > self.wrong:
-            raise ValueError(f'right is {self.right}; legal is above wrong, {self.wrong}')
 
 
 class Collected(NamedTuple):
@@ -98,12 +84,6 @@ class NotSampled(RuntimeError):
     def __init__(self, batch: TokenBatch, metrics: dict[str, float]):
         self.batch, self.metrics = batch, metrics
         super().__init__(f'{metrics["rollout/not_sampled"]:.0%} of the rows could not be sampled')
-
-
-def answers_of(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Text of each row's answer: its tokens from `prompt_length` to `length`."""
-    tokens, start, stop = jax.device_get((rollout.tokens, rollout.prompt_length, rollout.length))
-    return [tokenizer.decode(t[a:b]) for t, a, b in zip(tokens, start, stop, strict=True)]
 
 
 def required_fields(algorithm: Algorithm) -> frozenset[str]:
@@ -153,15 +133,17 @@ def make_collector(
     values: Callable[[Any, Rollout], Any] | None = None,
     replay: Sequence[str] = ('support', 'routing'),
 ) -> Collect:
-    """Build collect(state, reference, source, key, version, watch=None) -> Collected.
+    """Build collect(state, reference, source, key, version, watch, page) -> Collected.
 
     Each round takes `config.prompts` problems from `source`, draws `group_size` answers to each,
     judges them, shapes the rewards and asks the keep rule; rounds go on until prompts * group_size
     rows are kept or `max_rounds` are spent. Surplus rows are cut, missing ones filled up with rows
-    of mask 0, which count in no mean. Rows without a reward lose their mask, too, and metric
-    `rollout/not_judged` says how many they are. Rows whose logits are not finite numbers have no
-    reward either and are emptied, so that no forward pass meets their numbers again; metric
-    `rollout/not_sampled` counts them. Advantages are estimated on the rows that stay.
+    of mask 0, which count in no mean. Rows without a reward lose their mask, too; metrics
+    `rollout/not_judged` and `rewards/...` say how many they are, and why. Rows whose logits are not
+    finite numbers have no reward either and are emptied, so that no forward pass meets their
+    numbers again; metric `rollout/not_sampled` counts them. Advantages are estimated on the rows
+    that stay. Verdicts are written down on `page`, if there is one, and those that it has from
+    before are used again.
 
     The reference policy is scored only where the algorithm reads it, the critic likewise. The
     answer is one segment, and `segment_rewards` holds its reward at its last token.
@@ -195,6 +177,7 @@ def make_collector(
         )
     )
     advantages = jax.jit(algorithm.advantages)
+    remark = Remarks()
 
     @jax.jit
     def shape_and_keep(rollout: Any):
@@ -225,14 +208,24 @@ def make_collector(
         key: Any,
         version: int = 0,
         watch: metrics_lib.Stopwatch | None = None,
+        page: Page | None = None,
     ) -> Collected:
         watch = watch or metrics_lib.Stopwatch()
         rows = config.prompts * config.group_size
         kept, drawn, count, failed = [], [], 0, None
+        verdicts: list[Verdict] = []
         for number in range(config.max_rounds):
-            raw: Any = draw(
-                state.params, judge, next(source), jax.random.fold_in(key, number), version, watch
+            found = draw(
+                state.params,
+                Round(judge, page, number),
+                next(source),
+                jax.random.fold_in(key, number),
+                version,
+                watch,
             )
+            verdicts += found.verdicts
+            remark(found.verdicts)
+            raw: Any = found.rollout
             raw = dataclasses.replace(raw, group=raw.group + number * config.prompts)
             lost = np.asarray(raw.finish) == Finish.ERROR
             if lost.any():
@@ -248,9 +241,9 @@ def make_collector(
             if count >= rows:
                 break
         everything = jax.tree.map(lambda *x: np.concatenate(x), *drawn)
-        metrics = describe(everything)
+        metrics = describe(everything) | describe_verdicts(verdicts)
         try:
-            rollout = enough(everything, kept, count, config)
+            rollout = enough(everything, kept, count, config, verdicts[0].reason)
         except ValueError as error:
             if failed is None:
                 raise
@@ -264,61 +257,9 @@ def make_collector(
     return collect
 
 
-def make_draw(
-    model: Any, config: RolloutConfig, sampling: SamplingConfig, prompt_width: int
-) -> Callable[..., Rollout]:
-    """Build draw(params, judge, items, key, version, watch): judged answers to the items.
-
-    The rows of a group follow each other; each row's noise depends on `key` and its number alone.
-    Rows that the judge fails on have no reward (`rewards.guarded`), nor do those whose logits are
-    not finite numbers: they finish as ERROR, with what they drew before.
-    """
-    if config.engine is None:
-        decode = functools.partial(sample, on_error='record')
-    else:
-        size = prompt_width + sampling.max_new_tokens
-        engine = dataclasses.replace(config.engine, size=config.engine.size or size)
-        decode = functools.partial(sample_continuous, engine=engine, on_error='record')
-
-    def draw(
-        params: Any,
-        judge: Judge,
-        items: Sequence[Item],
-        key: Any,
-        version: int,
-        watch: metrics_lib.Stopwatch,
-    ) -> Rollout:
-        repeated = [item for item in items for _ in range(config.group_size)]
-        keys = row_keys(key, len(repeated))
-        size = len(repeated) // config.chunks
-        parts, marks = [], []
-        with concurrent.futures.ThreadPoolExecutor(config.chunks) as pool:
-            for start in range(0, len(repeated), size):
-                chunk = repeated[start : start + size]
-                prompts = pad_prompts([item.ids for item in chunk], prompt_width)
-                chunk_keys = keys[start : start + size]
-                with watch('sample'):
-                    part = decode(model, params, prompts, chunk_keys, sampling, version=version)
-                    answers = answers_of(part, model.tokenizer)
-                marks.append(pool.submit(guarded(judge), answers, [item.entry for item in chunk]))
-                parts.append(part)
-            with watch('reward'):
-                marked = np.concatenate([future.result() for future in marks])
-        lost = np.concatenate([np.asarray(part.finish) == Finish.ERROR for part in parts])
-        marked = np.where(lost, np.float32(np.nan), marked)
-        rewards = np.where(marked, config.right, config.wrong)
-        rollout = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-        return dataclasses.replace(
-            rollout,
-            group=np.repeat(np.arange(len(items), dtype=np.int32), config.group_size),
-            positive=marked == 1,
-            rewards=np.where(np.isnan(marked), np.nan, rewards).astype(np.float32),
-        )
-
-    return draw
-
-
-def enough(everything: Any, kept: Sequence[Any], count: int, config: RolloutConfig) -> Rollout:
+def enough(
+    everything: Any, kept: Sequence[Any], count: int, config: RolloutConfig, first: str = ''
+) -> Rollout:
     """The kept rows of all rounds, cut or filled up; ValueError where there is nothing to learn.
 
     Args:
@@ -326,11 +267,13 @@ def enough(everything: Any, kept: Sequence[Any], count: int, config: RolloutConf
       kept: those kept, of each round.
       count: how many these are.
       config: says how many there should be.
+      first: reason of the first row's verdict.
     """
     rows = config.prompts * config.group_size
     if not np.isfinite(everything.rewards).any():
         raise ValueError(
-            f'none of {len(everything.rewards)} answers got a reward: the judge failed on all'
+            f'none of {len(everything.rewards)} answers got a reward: the judge failed on all, as '
+            f'on the first: {first or "no reason given"}'
         )
     check_count(count, rows, len(kept), config.shortage)
     rollout = filling.fill(jax.tree.map(lambda *x: np.concatenate(x), *kept), rows)

@@ -40,6 +40,7 @@ from policyopt import workdir as workdir_lib
 from policyopt.checkpoint import CheckpointError, Checkpoints
 from policyopt.recipe import Setup
 from policyopt.reinforce import Loop, Point, record_accuracy
+from policyopt.rewards import JudgeError
 from policyopt.rollout import NotSampled
 from policyopt.sampling.config import RowErrors
 from policyopt.workdir import RECORDS, SETTINGS, TIMINGS
@@ -60,6 +61,7 @@ ENDS = (
     stopping.Unstable,
     RowErrors,
     NotSampled,
+    JudgeError,
     writers.WriterError,
 )
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for everything that the run writes.')
@@ -175,7 +177,8 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
 
 def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:
     """Warm start, measure, reinforce, measure again, report; the folder is free afterwards."""
-    with job.lock, job.checkpoints or contextlib.nullcontext():
+    with job.lock, job.checkpoints or contextlib.nullcontext(), contextlib.closing(job.setup.judge):
+        job.setup.judge.start()  # while programs are compiled
         return _run(job, workdir, stop or stopping.Stop())
 
 
@@ -192,7 +195,7 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
         point = point or from_the_start(setup, loop)
         before, warm_steps = point.before, point.warm_steps
         params = reinforce.reinforce(setup, loop, point)
-        after = record_accuracy(setup, params, workdir, setup.config.steps)
+        after = record_accuracy(setup, params, loop, setup.config.steps)
         values = {'before': before.value, 'after': after.value, 'warm_steps': warm_steps}
         metrics.append(workdir / RECORDS, 'result', setup.config.steps, values)
         metrics.append(workdir / TIMINGS, 'result', setup.config.steps, {'time': time.time()})
@@ -218,7 +221,7 @@ def from_the_start(setup: Setup, loop: Loop) -> Point:
         f'train on, {len(setup.task.held_out)} held out, on {jax.default_backend()}'
     )
     params, warm_steps = warm_start.warm_start(setup, params, loop.records)
-    before = record_accuracy(setup, params, loop.workdir, 0)
+    before = record_accuracy(setup, params, loop, 0)
     print(f'warm start of {warm_steps} steps; held-out accuracy before RL: {before}', flush=True)
     point = reinforce.new_point(setup, loop, params, before, warm_steps)
     reinforce.save(loop, point)

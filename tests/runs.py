@@ -48,6 +48,6 @@ def _made():
             params = jax.tree.map(lambda x: 0.5 * x, point.state.params)
             ema = jax.tree.map(lambda a, b: 0.8 * a + 0.2 * b, point.state.ema, params)
             point = point._replace(state=point.state.replace(params=params, ema=ema), step=step)
-            reinforce.record_accuracy(job.setup, reinforce.used(point.state), workdir, step)
+            reinforce.record_accuracy(job.setup, reinforce.used(point.state), loop, step)
             reinforce.save(loop, point)
     return workdir

@@ -119,7 +119,8 @@ def test_readme_has_a_row_for_each_config_and_its_numbers():
 
 def test_numbers_beside_the_table():
     dapo, magistral = (get_config(n, 'model=M,data=D') for n in ('dapo', 'magistral'))
-    assert dapo['rollout']['wrong'] == -1 and magistral['rollout']['right'] == 0.9
+    assert dapo['reward'] == 'math_equivalence' and dapo['reward_kw'] == dict(right=1, wrong=-1)
+    assert magistral['reward'] == 'magistral' and get_config('dapo')['reward_kw']['wrong'] == -1
     assert dapo['optimizer']['warmup_steps'] == 20 * 16  # rollout steps of 16 updates
     vapo, ppo = (get_config(n, 'model=M,data=D') for n in ('vapo', 'ppo_clip'))
     assert vapo['critic']['pretrain']['max_steps'] == 50
@@ -305,9 +306,9 @@ def watch(monkeypatch):
 
         return inner._replace(recompute=recompute, update=update, adapt=adapt)
 
-    def accuracy(setup, params):
+    def accuracy(setup, params, page=None):
         calls.append(('evaluate', jax.device_get(params)))
-        return held_out(setup, params)
+        return held_out(setup, params, page)
 
     monkeypatch.setattr(recipe, 'make_learner', learner)
     monkeypatch.setattr(rollout, 'make_collector', collector)

@@ -12,6 +12,7 @@ import pytest
 
 from policyopt import data, rewards
 from policyopt.data import builders, gym, jsonl, rows
+from policyopt.rewards.scorers import exact_match
 
 ROOT = pathlib.Path(__file__).parents[1]
 TWO_DIGITS = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
@@ -154,8 +155,8 @@ def test_byte_order_mark_and_line_ends_of_other_systems(tmp_path):
     ],
 )
 def test_answers_of_a_file_match_exactly_or_as_numbers(answer, right, score):
-    assert data.exact_match(answer, dict(answer=right)) == score
-    assert rewards.graded(data.exact_match)([answer], [dict(answer=right)]).tolist() == [score]
+    assert exact_match(answer, dict(answer=right)) == score
+    assert rewards.graded(exact_match)(answer, (), dict(answer=right)).value == score
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,9 @@ def test_mixed_tasks_are_judged_each_by_its_own_scorer(tmp_path):
     assert [item.task for item in task.held_out] == ['sums'] * 5 + ['zeros'] * 2
     (batch,) = take(data.batches(task.train, 40, seed=0), 1)
     assert collections.Counter(item.task for item in batch) == dict(sums=30, zeros=10)
-    judge = rewards.graded(task.score)
-    assert judge([i.answer for i in batch], [i.entry for i in batch]).tolist() == [1] * 40
+    for scorer in (task.score, rewards.build(task.scorer)):
+        reward = rewards.graded(scorer)
+        assert [reward(i.answer, (), i.entry).value for i in batch] == [1] * 40
     # That of chain_sum gives part marks to a text which contains the answer; that of a file, none.
     for item in batch:
         part_marks = task.score(f'{item.answer}=7', item.entry)

@@ -10,6 +10,7 @@ import pytest
 
 from policyopt import answers, data, evaluate, metrics, policy, recipe, rewards, settings
 from policyopt.checkpoint import CheckpointError
+from policyopt.rewards.scorers import exact_match
 from policyopt.sampling import EngineConfig, Finish, RowErrors, SamplingConfig
 from tests.bigram import Bigram, Config, noise
 from tests.runs import CONFIG, finished_run  # noqa: F401, a fixture
@@ -37,7 +38,7 @@ def draw(count=5, samples=3, seed=0, temperature=1.0, judge=None, **how):
         policy_model,
         params,
         items(count),
-        judge or rewards.graded(data.exact_match),
+        judge or rewards.Local(rewards.graded(exact_match)),
         jax.random.key(seed),
         SamplingConfig(max_new_tokens=5, temperature=temperature),
         samples=samples,
@@ -69,16 +70,16 @@ def test_answers_depend_on_their_own_numbers_alone():
 
 
 def test_answers_without_marks_are_not_right():
-    def judge(texts, entries):
-        return np.array([np.nan if entry['answer'] == '2' else 1.0 for entry in entries])
+    def reward(text, tokens, example):
+        return np.nan if example['answer'] == '2' else 1.0
 
-    found = draw(count=3, samples=2, judge=judge)
+    found = draw(count=3, samples=2, judge=rewards.Local(reward))
     assert np.isnan(found.marks[1]).all() and found.correct.tolist() == [[1, 1], [0, 0], [1, 1]]
 
 
 def test_logits_that_are_not_finite_end_the_evaluation():
     policy_model, params = model()
-    judge = rewards.graded(data.exact_match)
+    judge = rewards.Local(rewards.graded(exact_match))
     with pytest.raises(RowErrors, match='row 0'):
         answers.draw(
             policy_model,
@@ -106,7 +107,7 @@ def test_logits_that_are_not_finite_end_the_evaluation():
 )
 def test_votes_are_equal_by_the_scorer(texts, right, expected):
     entry = dict(answer='7')
-    assert answers.vote_classes(texts, right, entry, data.exact_match) == expected
+    assert answers.vote_classes(texts, right, entry, exact_match) == expected
 
 
 def test_votes_of_scorers_that_check_the_answer_itself():

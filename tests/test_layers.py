@@ -99,7 +99,7 @@ def declared() -> set[str]:
 
 def test_every_dependency_has_its_line_and_every_line_a_dependency():
     listed = {n for row in rows('Dependencies') for n in re.findall('`([^`]+)`', row[0])}
-    extras = {'figures', 'tasks', 'models', 'tensorboard', 'test', 'lint'}
+    extras = {'figures', 'tasks', 'models', 'math', 'language', 'tensorboard', 'test', 'lint'}
     assert listed - extras == declared()
 
 
@@ -107,6 +107,7 @@ def test_every_import_is_declared():
     own = {'policyopt', 'experiments', 'configs', 'tests', 'notebooks'}
     names = {
         'absl': 'absl-py',
+        'math_verify': 'math-verify',
         'reasoning_gym': 'reasoning-gym',
         'tensorflow_datasets': 'tensorflow-datasets',
         'ml_collections': 'ml-collections',

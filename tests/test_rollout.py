@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import types
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 import policyopt as po
-from policyopt import data, models, rollout, scoring
+from policyopt import data, drawing, models, rewards, rollout, scoring
+from policyopt.rewards import Local, Verdict
 from policyopt.rollout import RolloutConfig, make_collector, required_fields
 from policyopt.sampling import EngineConfig, SamplingConfig
 from tests.bigram import Bigram, Config
@@ -47,17 +49,24 @@ def collect(algorithm, judge, **kw):
     return collector(algorithm, judge, **kw)(state_of(PARAMS), None, source, jax.random.key(0), 3)
 
 
-def cycling(*marks):
+class Judge(Local):
+    """Judges in order; `drawn` are the answers it was given."""
+
+    def __init__(self, mark: Callable[[int, str], float], right=1.0, wrong=0.0):
+        self.drawn: list[str] = []
+
+        def reward(text, tokens, example):
+            self.drawn.append(text)
+            given = mark(len(self.drawn) - 1, text)
+            value = {1: right, 0: wrong}.get(given, np.nan)
+            return Verdict(value, 'unknown' if np.isnan(value) else 'marked', given == 1)
+
+        super().__init__(reward)
+
+
+def cycling(*marks, **values):
     """A judge that gives these marks row after row, whatever the answers."""
-    drawn = []
-
-    def judge(answers, entries):
-        start = len(drawn)
-        drawn.extend(answers)
-        return np.array([marks[(start + i) % len(marks)] for i in range(len(answers))], np.float32)
-
-    judge.drawn = drawn
-    return judge
+    return Judge(lambda i, text: marks[i % len(marks)], **values)
 
 
 NO_KL = po.algorithms.grpo(beta=0.0)
@@ -81,8 +90,8 @@ def test_required_fields(algorithm, fields):
 
 
 def test_rows_of_a_prompt_are_a_group_with_its_rewards():
-    judge = cycling(1, 0, 0, 0, 1, 1, 0, 0)
-    found = collect(NO_KL, judge, right=2.0, wrong=-1.0)
+    judge = cycling(1, 0, 0, 0, 1, 1, 0, 0, right=2.0, wrong=-1.0)
+    found = collect(NO_KL, judge)
     batch, marks = found.batch, np.array([1, 0, 0, 0, 1, 1, 0, 0])
     assert batch.group.tolist() == [0] * 4 + [1] * 4
     assert batch.rewards.tolist() == np.where(marks, 2.0, -1.0).tolist()
@@ -100,9 +109,10 @@ def test_rows_of_a_prompt_are_a_group_with_its_rewards():
         TOKENIZER.decode(t[:n]) for t, n in zip(batch.tokens, batch.prompt_length, strict=True)
     ]
     assert len(set(texts[:4])) == len(set(texts[4:])) == 1 and texts[0] != texts[4]
-    assert rollout.answers_of(found.rollout, TOKENIZER) == judge.drawn
+    assert drawing.answers_of(found.rollout, TOKENIZER) == judge.drawn
     lengths = np.asarray(batch.mask).sum(axis=1)
     assert found.metrics['accuracy'] == 3 / 8 and found.metrics['reward'] == 1 / 8
+    assert found.metrics['rewards/marked'] == 8 and found.metrics['rewards/raised'] == 0
     assert found.metrics['rollout/tokens'] == lengths.sum()
     assert found.metrics['length'] == pytest.approx(lengths.mean())
 
@@ -114,6 +124,7 @@ def test_row_without_a_reward_leaves_the_statistics():
     first = np.asarray(found.batch.mask).argmax(axis=1)
     assert found.batch.advantages[np.arange(3), first].tolist() == [0.5, 0, -0.5]
     assert found.metrics['rollout/not_judged'] == pytest.approx(1 / 3)
+    assert found.metrics['rewards/unknown'] == 1
     assert found.metrics['accuracy'] == 0.5
     assert np.asarray(found.batch.mask).any(axis=1).tolist() == [True, False, True]
 
@@ -124,10 +135,14 @@ SEVEN = TOKENIZER.encode('7')[0]
 @pytest.mark.parametrize('engine', [None, EngineConfig(slots=4)])
 def test_rows_whose_logits_are_not_finite_cost_themselves_only(engine):
     """What follows a 7 is NaN: rows that draw one before their last token are emptied."""
-    clean = collect(NO_KL, cycling(1, 0), group_size=16, engine=engine)
+
+    def judge():
+        return Judge(lambda i, text: len(text) % 2)
+
+    clean = collect(NO_KL, judge(), group_size=16, engine=engine)
     source = data.batches(ITEMS, 2, seed=0)
     params = PARAMS.at[SEVEN].set(jnp.nan)
-    run = collector(NO_KL, cycling(1, 0), group_size=16, engine=engine)
+    run = collector(NO_KL, judge(), group_size=16, engine=engine)
     found = run(state_of(params), None, source, jax.random.key(0), 3)
     drawn = np.asarray(clean.batch.mask) != 0
     drawn[:, -1] = False
@@ -136,6 +151,7 @@ def test_rows_whose_logits_are_not_finite_cost_themselves_only(engine):
     assert 0 < lost.sum() < 32
     assert found.metrics['rollout/not_sampled'] == pytest.approx(lost.mean())
     assert found.metrics['rollout/not_judged'] == 0
+    assert found.metrics['rewards/not_sampled'] == lost.sum()
     batch = found.batch
     assert (np.asarray(batch.finish) == 5).tolist() == lost.tolist()
     assert np.isnan(batch.rewards).tolist() == lost.tolist()
@@ -167,7 +183,9 @@ def test_where_no_row_can_be_sampled_the_rows_are_handed_over():
 
 def test_nothing_to_learn_from_is_an_error_that_says_why():
     for algorithm, rows in ((NO_KL, 8), (po.algorithms.dapo(max_length=3, cache=1), 24)):
-        with pytest.raises(ValueError, match=f'none of {rows} answers got a reward: the judge'):
+        with pytest.raises(
+            ValueError, match=f'none of {rows} answers got a reward: .*first: unknown'
+        ):
             collect(algorithm, cycling(np.nan))
 
     def nothing(rollout):
@@ -222,26 +240,65 @@ def test_batch_that_stays_short_is_an_error_where_the_config_says_so():
 
 
 def test_chunks_and_the_engine_change_no_token():
-    want = collect(NO_KL, cycling(1, 0), prompts=4).batch
+    def judge():
+        return Judge(lambda i, text: len(text) % 2)
+
+    want = collect(NO_KL, judge(), prompts=4).batch
     for changes in (dict(chunks=2), dict(chunks=4), dict(engine=EngineConfig(slots=3, steps=2))):
-        found = collect(NO_KL, cycling(1, 0), prompts=4, **changes).batch
+        found = collect(NO_KL, judge(), prompts=4, **changes).batch
         for name in ('tokens', 'mask', 'group', 'rewards', 'length', 'version'):
             np.testing.assert_array_equal(getattr(found, name), getattr(want, name), err_msg=name)
 
 
-def test_answers_are_judged_while_the_next_chunk_is_decoded():
-    """The first chunk's judge ends only after the second chunk's has begun."""
-    begun = [threading.Event(), threading.Event()]
+def test_answers_are_judged_while_the_next_chunk_is_decoded(monkeypatch):
+    """The first answer's verdict comes only after the second chunk is asked for."""
+    asked, calls = threading.Event(), []
 
-    def judge(answers, entries):
-        number = int(begun[0].is_set())
-        begun[number].set()
-        if number == 0:
-            assert begun[1].wait(timeout=60)
-        return np.full(len(answers), number, np.float32)
+    def sample(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            asked.set()
+        return decode(*args, **kwargs)
 
-    found = collect(NO_KL, judge, prompts=2, chunks=2)
-    assert found.batch.rewards.tolist() == [0] * 4 + [1] * 4
+    decode = drawing.sample
+    monkeypatch.setattr(drawing, 'sample', sample)
+    found = collect(NO_KL, Judge(lambda i, text: asked.wait(timeout=60)), prompts=2, chunks=2)
+    assert found.batch.rewards.tolist() == [1] * 8
+
+
+def test_the_engine_has_rows_judged_as_they_end(monkeypatch):
+    """The first answer's verdict comes before the last token is drawn."""
+    judged, early = threading.Event(), []
+    step = drawing.sample_continuous.__globals__['Engine'].step
+
+    def late(engine, *args, **kwargs):
+        rows = step(engine, *args, **kwargs)
+        if judge.drawn:
+            early.append(judged.wait(timeout=60))
+        return rows
+
+    judge = Judge(lambda i, text: judged.set() or i % 2)
+    monkeypatch.setattr(drawing.sample_continuous.__globals__['Engine'], 'step', late)
+    found = collect(NO_KL, judge, prompts=2, engine=EngineConfig(slots=1, steps=1))
+    assert all(early) and len(early) > 2 and np.isfinite(found.batch.rewards).all()
+
+
+def test_verdicts_are_used_again(tmp_path):
+    """A step done again has the rewards it had, whatever the judge says now."""
+    page = rewards.Ledger(tmp_path)
+    first, second = cycling(1, 0), cycling(0, 1)
+    found = [
+        collector(NO_KL, judge)(
+            state_of(PARAMS),
+            None,
+            data.batches(ITEMS, 2, seed=0),
+            jax.random.key(0),
+            page=page.page('rl', 1, 1),
+        )
+        for judge in (first, second)
+    ]
+    assert found[0].batch.rewards.tolist() == found[1].batch.rewards.tolist() == [1, 0] * 4
+    assert found[0].metrics == found[1].metrics and not second.drawn
 
 
 def test_minibatches_are_slices_of_equal_size():
@@ -314,5 +371,3 @@ def test_config_errors():
         RolloutConfig(group_size=0)
     with pytest.raises(ValueError, match='chunks is 3; legal are divisors of prompts, 4'):
         RolloutConfig(prompts=4, chunks=3)
-    with pytest.raises(ValueError, match='right is 0.0; legal is above wrong, 1.0'):
-        RolloutConfig(right=0.0, wrong=1.0)

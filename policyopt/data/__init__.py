@@ -4,7 +4,6 @@
 """
 
 from policyopt.data.gym import compact
-from policyopt.data.jsonl import exact_match
 from policyopt.data.pipeline import Mixture, batches
 from policyopt.data.tasks import Item, Task, TaskConfig, make_task, supervised
 from policyopt.data.tokenizer import CharTokenizer, arithmetic_tokenizer, ascii_tokenizer
@@ -19,7 +18,6 @@ __all__ = [
     'ascii_tokenizer',
     'batches',
     'compact',
-    'exact_match',
     'make_task',
     'supervised',
 ]

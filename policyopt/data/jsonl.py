@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import codecs
-import decimal
 import hashlib
 import json
 import pathlib
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from policyopt import checks
 from policyopt.data.rows import BadRow, Row
+from policyopt.rewards.scorers import exact_match
 
 NAMES = ('prompt', 'answer')
-_NUMBER = re.compile(r'[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?', re.ASCII)
 
 
 def digest(path: pathlib.Path) -> str:
@@ -87,17 +84,3 @@ def parse(line: int, raw: bytes, names: tuple[str, str] = NAMES) -> Row | BadRow
 
 def _no_constant(name: str) -> None:
     raise ValueError(f'{name} is no JSON number')
-
-
-def exact_match(answer: str, entry: Mapping[str, Any]) -> float:
-    """1 where the answer is `entry['answer']`, 0 elsewhere.
-
-    White space around either does not count, and two decimal numbers are compared by value, exactly
-    (`0.50` is `.5` is `5e-1`). Fractions, units and thousands separators are text.
-    """
-    given, right = answer.strip(), entry['answer'].strip()
-    if given == right:
-        return 1.0
-    if _NUMBER.fullmatch(given) and _NUMBER.fullmatch(right):
-        return float(decimal.Decimal(given) == decimal.Decimal(right))
-    return 0.0

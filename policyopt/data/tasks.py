@@ -15,6 +15,8 @@ from policyopt import checks
 from policyopt.data import gym, jsonl
 from policyopt.data.pipeline import Mixture
 from policyopt.data.rows import BadRow, Row, report
+from policyopt.rewards.scorers import by_task, exact_match
+from policyopt.rewards.spec import Spec
 from policyopt.types import TokenBatch
 
 
@@ -106,6 +108,7 @@ class Task:
       train: problems to train on, no two of a task alike; a `Mixture` where tasks are mixed.
       held_out: problems to evaluate on, no two of a task alike, none of them in `train`.
       score: (answer text, entry) -> score in [0, 1]; entries know their task (`entry['task']`).
+      scorer: what makes `score`, in any process.
       prompt_width: longest prompt allowed, in tokens.
       longest_answer: most tokens of an answer, its end of sequence included.
       skipped: rows that were bad and left out.
@@ -114,6 +117,7 @@ class Task:
     train: Sequence[Item]
     held_out: Sequence[Item]
     score: Callable[[str, Any], float]
+    scorer: Spec
     prompt_width: int
     longest_answer: int
     skipped: int = 0
@@ -142,11 +146,13 @@ def make_task(config: TaskConfig | Mapping[str, TaskConfig], tokenizer: Encoder)
         )
     made = {name: _make_one(f'tasks.{name}', name, c, tokenizer) for name, c in config.items()}
     scores = {name: task.score for name, task in made.items()}
+    scorers = {name: task.scorer for name, task in made.items()}
     tasks = list(made.values())
     return Task(
         train=Mixture(tuple(t.train for t in tasks), tuple(c.weight for c in config.values())),
         held_out=tuple(item for task in tasks for item in task.held_out),
-        score=lambda answer, entry: scores[entry['task']](answer, entry),
+        score=by_task(scores),
+        scorer=Spec('policyopt.rewards.scorers.by_task', {'scores': scorers}),
         prompt_width=max(task.prompt_width for task in tasks),
         longest_answer=max(task.longest_answer for task in tasks),
         skipped=sum(task.skipped for task in tasks),
@@ -161,6 +167,7 @@ class _Source(NamedTuple):
     count: int  # of bad ones
     where: Callable[[int], str]
     score: Callable[[str, Any], float]
+    scorer: Spec
 
 
 def _open(field: str, name: str, config: TaskConfig) -> _Source:
@@ -176,7 +183,8 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         digest = jsonl.digest(path)
         key |= dict(digest=digest)
         make = functools.partial(builders.JsonLines, file=path, digest=digest, **common)
-        score = jsonl.exact_match
+        score: Any = exact_match
+        scorer = Spec('policyopt.rewards.scorers.exact')
     else:
         dataset = gym.create(config.name, config.kw, config.size, config.seed, field)
         key |= {f: getattr(config, f) for f in ('name', 'kw', 'size', 'seed', 'form')}
@@ -185,6 +193,8 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
             builders.ReasoningGym, dataset=dataset, size=config.size, form=config.form, **common
         )
         score = dataset.score_answer
+        made_with = {f: getattr(config, f) for f in ('name', 'kw', 'size', 'seed')}
+        scorer = Spec('policyopt.rewards.scorers.gym', made_with)
     builder = builders.prepare(make, config.title, key, config.data_dir)
     found: Any = builder.info.metadata
     return _Source(
@@ -193,6 +203,7 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         count=found['bad'],
         where=builder.where,
         score=score,
+        scorer=scorer,
     )
 
 
@@ -235,6 +246,7 @@ def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> 
         train=tuple(splits['train']),
         held_out=tuple(splits['held_out'][: config.held_out]),
         score=source.score,
+        scorer=source.scorer,
         prompt_width=config.prompt_width,
         longest_answer=longest,
         skipped=count,

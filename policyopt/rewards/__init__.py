@@ -1,5 +1,53 @@
-"""Rewards: functions from answers to one scalar per row."""
+"""Rewards: what an answer is worth and why, judged where it can do no harm.
 
-from policyopt.rewards.graded import Judge, graded, guarded
+A reward is a pure function of (text, tokens, example) that returns a `Verdict`; factories here make
+them, and compose them. Judges run them on answers as these are drawn. Nothing here needs jax, so
+processes that judge start quickly and stay small.
+"""
 
-__all__ = ['Judge', 'graded', 'guarded']
+from policyopt.rewards.combine import all_of, gated, graded, weighted_sum
+from policyopt.rewards.formats import boxed, code_fence, overlong, think_block
+from policyopt.rewards.judge import Judge, JudgeConfig, Local, Remarks, Round, make_judge
+from policyopt.rewards.language import language_consistency
+from policyopt.rewards.ledger import Ledger, Page
+from policyopt.rewards.maths import math_equivalence
+from policyopt.rewards.presets import dapo, magistral
+from policyopt.rewards.spec import Spec, build, read
+from policyopt.rewards.verdict import FAULTS, Case, Part, Reward, Score, Verdict, describe, judged
+from policyopt.rewards.workers import JudgeError, Workers
+
+__all__ = [
+    'FAULTS',
+    'Case',
+    'Judge',
+    'JudgeConfig',
+    'JudgeError',
+    'Ledger',
+    'Local',
+    'Page',
+    'Part',
+    'Remarks',
+    'Reward',
+    'Round',
+    'Score',
+    'Spec',
+    'Verdict',
+    'Workers',
+    'all_of',
+    'boxed',
+    'build',
+    'code_fence',
+    'dapo',
+    'describe',
+    'gated',
+    'graded',
+    'judged',
+    'language_consistency',
+    'magistral',
+    'make_judge',
+    'math_equivalence',
+    'overlong',
+    'read',
+    'think_block',
+    'weighted_sum',
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,12 +39,15 @@ def sample_continuous(
     constraint: Constraint | None = None,
     environments: Sequence[Environment] | None = None,
     on_error: OnError = 'raise',
+    ended: Callable[[int, Row], Any] | None = None,
 ) -> Rollout:
     """`sampling.sample` by a slot engine: same arguments, same rows, no step spent on ended rows.
 
     Args:
       engine: sizes; see EngineConfig.
       environments: one per row, in place of prompts; rewards and segment_rewards are then filled.
+      ended: called with each row's number and record as it ends, while others go on; not with rows
+        that end with an error.
       The others: as in `sample`.
 
     Returns:
@@ -74,7 +77,10 @@ def sample_continuous(
     ids = slots.submit(prompts, key, per_row=per_row, environments=environments)
     rows: dict[int, Row] = {}
     while slots.busy:
-        rows |= {row.id: row for row in slots.step(params, version)}
+        for row in slots.step(params, version):
+            rows[row.id] = row
+            if ended is not None and row.finish != Finish.ERROR:
+                ended(row.id, row)
     ordered = [rows[i] for i in ids]
     rollout = to_rollout(ordered, engine.size)  # type: ignore[arg-type]
     for i, row in enumerate(ordered):
