@@ -109,6 +109,8 @@ class Task:
       prompt_width: longest prompt allowed, in tokens.
       longest_answer: most tokens of an answer, its end of sequence included.
       skipped: rows that were bad and left out.
+      origins: what the problems come from -> SHA-256 of a file, version of a generator. The same
+        config with other ones is another task.
     """
 
     train: Sequence[Item]
@@ -117,6 +119,7 @@ class Task:
     prompt_width: int
     longest_answer: int
     skipped: int = 0
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def make_task(config: TaskConfig | Mapping[str, TaskConfig], tokenizer: Encoder) -> Task:
@@ -150,6 +153,7 @@ def make_task(config: TaskConfig | Mapping[str, TaskConfig], tokenizer: Encoder)
         prompt_width=max(task.prompt_width for task in tasks),
         longest_answer=max(task.longest_answer for task in tasks),
         skipped=sum(task.skipped for task in tasks),
+        origins={name: x for task in tasks for name, x in task.origins.items()},
     )
 
 
@@ -161,6 +165,7 @@ class _Source(NamedTuple):
     count: int  # of bad ones
     where: Callable[[int], str]
     score: Callable[[str, Any], float]
+    origins: dict[str, str]
 
 
 def _open(field: str, name: str, config: TaskConfig) -> _Source:
@@ -175,12 +180,14 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         path = pathlib.Path(config.file).expanduser()
         digest = jsonl.digest(path)
         key |= dict(digest=digest)
+        origins = {f'{field}.file {path}': digest}
         make = functools.partial(builders.JsonLines, file=path, digest=digest, **common)
         score = jsonl.exact_match
     else:
         dataset = gym.create(config.name, config.kw, config.size, config.seed, field)
         key |= {f: getattr(config, f) for f in ('name', 'kw', 'size', 'seed', 'form')}
         key |= dict(version=builders.gym_version())
+        origins = {f'{field}.name {config.name} of reasoning-gym': builders.gym_version()}
         make = functools.partial(
             builders.ReasoningGym, dataset=dataset, size=config.size, form=config.form, **common
         )
@@ -193,6 +200,7 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         count=found['bad'],
         where=builder.where,
         score=score,
+        origins=origins,
     )
 
 
@@ -238,6 +246,7 @@ def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> 
         prompt_width=config.prompt_width,
         longest_answer=longest,
         skipped=count,
+        origins=source.origins,
     )
 
 
