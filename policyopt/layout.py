@@ -120,6 +120,27 @@ def check(
             )
 
 
+def rows(c: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Rows that go through the model at once in a run of a `recipe.RunConfig`, for `check`."""
+    r, least = c.rollout, {}
+    each = r.prompts * r.group_size
+    found = {'evaluation.batch': c.evaluation.batch, 'rollout.prompts * group_size': each}
+    if r.engine is not None:
+        found['rollout.engine.slots'] = r.engine.slots
+    else:
+        found['rollout.prompts * group_size / chunks'] = each // r.chunks
+    found['rollout.prompts * group_size / minibatches'] = each // c.minibatches
+    if c.length_buckets is not None:
+        budget, widths = c.length_buckets.token_budget, c.length_buckets.widths
+        least['config.length_buckets.token_budget / the widest of widths'] = budget // widths[-1]
+    else:
+        rows = each // (c.minibatches * c.microbatches)
+        found['rollout.prompts * group_size / (minibatches * microbatches)'] = rows
+    if c.warm_start is not None:
+        found['warm_start.batch'] = c.warm_start.batch
+    return {f'config.{name}': count for name, count in found.items()}, least
+
+
 def _names(part: Any) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else tuple(part or ())
 

@@ -235,8 +235,7 @@ class Setup(NamedTuple):
 def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     """Check a config and build what it names, before anything is compiled.
 
-    Without `problems`, task and judge are left out (None) and the first device is taken, whatever
-    the config's mesh, for what needs the policy alone.
+    Without `problems`, task and judge are left out (None), for what needs the policy alone.
 
     Raises ValueError or TypeError naming the field, its value, what is legal and, for names, the
     nearest spelling.
@@ -263,7 +262,7 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
         )
     own = c.critic is not None and c.critic.own
     rules = layout.run_rules(c.rules)
-    mesh = layout.run_mesh(c.mesh, rules) if problems else None
+    mesh = layout.run_mesh(c.mesh, rules)
     model, params = _model(c, critic and not own, mesh, rules)
     setup = Setup(
         config=c,
@@ -279,7 +278,7 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     )
     if not problems:
         return setup
-    layout.check(mesh, [m for m in (model, setup.critic_model) if m is not None], *_rows(c))
+    layout.check(mesh, [m for m in (model, setup.critic_model) if m is not None], *layout.rows(c))
     task = data.make_task(c.task or c.tasks, model.tokenizer)
     _check_sizes(c, task)
     if algorithm.update.step is not None and c.optimizer != learner_lib.OptimizerConfig():
@@ -319,27 +318,6 @@ def _check_sizes(c: RunConfig, task: data.Task) -> None:
             data.batches(task.train, size, c.seed)
         except ValueError as error:
             raise ValueError(f'config.{name} is {size}: {error}') from error
-
-
-def _rows(c: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Rows that go through the model at once, by what decides them; see `layout.check`."""
-    r, least = c.rollout, {}
-    each = r.prompts * r.group_size
-    found = {'evaluation.batch': c.evaluation.batch, 'rollout.prompts * group_size': each}
-    if r.engine is not None:
-        found['rollout.engine.slots'] = r.engine.slots
-    else:
-        found['rollout.prompts * group_size / chunks'] = each // r.chunks
-    found['rollout.prompts * group_size / minibatches'] = each // c.minibatches
-    if c.length_buckets is not None:
-        budget, widths = c.length_buckets.token_budget, c.length_buckets.widths
-        least['config.length_buckets.token_budget / the widest of widths'] = budget // widths[-1]
-    else:
-        rows = each // (c.minibatches * c.microbatches)
-        found['rollout.prompts * group_size / (minibatches * microbatches)'] = rows
-    if c.warm_start is not None:
-        found['warm_start.batch'] = c.warm_start.batch
-    return {f'config.{name}': count for name, count in found.items()}, least
 
 
 def _model(c: RunConfig, value_head: bool, mesh: Any, rules: Any) -> tuple[Any, Any]:
