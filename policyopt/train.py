@@ -168,8 +168,8 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
             checkpoints = None
             if c.checkpoint.every:
                 also = [step - 1 for step in watch.save_batches]
-                kept = dict(also=also, origins=setup.task.origins)
-                checkpoints = Checkpoints(workdir, c.checkpoint.keep, c, **kept)
+                origins = setup.task.origins
+                checkpoints = Checkpoints(workdir, c.checkpoint.keep, c, also, origins)
             if resumed:
                 assert checkpoints is not None
                 checkpoints.check()
@@ -208,7 +208,7 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
     try:
         files = report.write(workdir)
     except OSError as error:  # the run is whole without it
-        print(f'no report: {disk.advice(error)}. python -m policyopt.report {workdir} writes it')
+        print(f'no report ({disk.short(error)}): python -m policyopt.report {workdir} writes it')
         files = report.Files(workdir / PAGE, None)
     show_answers(setup, before, after)
     print(f'held-out accuracy before RL: {before}')

@@ -247,7 +247,7 @@ def test_disk_full_at_the_report(name, quick, whole, tmp_path, capsys):
     quick(whole.config, workdir, at)
     assert state_of(workdir) == whole.state
     out = capsys.readouterr().out
-    assert 'no space is left' in out and f'python -m policyopt.report {workdir}' in out
+    assert 'No space left on device' in out and f'python -m policyopt.report {workdir}' in out
 
 
 @pytest.mark.parametrize('room', [11, *slow(0)])
