@@ -107,7 +107,9 @@ class Stage:
         )
         self.here('rl', step)
         names = ('reward', 'accuracy', 'entropy', 'kl_behavior/k3', 'policy/frozen')
-        values = dict.fromkeys(names, float(drawn)) | {'rollout/tokens': 8.0}
+        zero = ('rollout/not_sampled', 'rollout/not_judged', 'skipped')
+        values = dict.fromkeys(names, float(drawn)) | dict.fromkeys(zero, 0.0)
+        values['rollout/tokens'] = 8.0
         part = random_batch(step)
         return reinforce.Step(state, values, {}, [part], [np.array(part.logp_old)], [False])
 
