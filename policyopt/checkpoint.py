@@ -8,13 +8,11 @@ the RL steps done; the end of the warm start is step 0. It appears whole or not 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from policyopt import checks, settings
+from policyopt import checks, disk, settings
 from policyopt.state import TrainState
 
 SCHEMA = 1  # of what `Checkpoints.save` writes; raised whenever an older reader would misread it
 FOLDER, DAMAGED = 'checkpoints', 'damaged'
 
-# Fields of the config that may change between a checkpoint and its resume. Those of the first line
-# change what happens from there on, as asked; the others the memory used, and numbers by rounding.
-FREE = ('steps', 'max_skipped', 'evaluation', 'checkpoint', 'judge')
-FREE += ('microbatches', 'length_buckets', 'rollout.chunks')
+# Fields of the config that may change between a checkpoint and its resume: those that say how work
+# is split, over devices too, change numbers by rounding; the others what happens from there on.
+SPLITS = ('microbatches', 'length_buckets', 'rollout.chunks', 'mesh', 'rules')
+FREE = ('steps', 'max_skipped', 'evaluation', 'checkpoint', 'judge', *SPLITS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +148,10 @@ def _abstract(tree: Any) -> Any:
 # ============================================================================ the folder
 
 
-def breaks(difference: str) -> bool:
-    """Whether what `settings.differences` says of two configs makes them those of two runs."""
+def breaks(difference: str, free: Iterable[str] = FREE) -> bool:
+    """Whether what `settings.differences` says is of a field outside `free` and its sections."""
     field = difference.partition(':')[0].removeprefix('config.')
-    return not any(field == name or field.startswith(name + '.') for name in FREE)
+    return not any(field == name or field.startswith(name + '.') for name in free)
 
 
 class Checkpoints:
@@ -165,11 +163,20 @@ class Checkpoints:
       config: the run's, a dataclass with `steps`; written into each checkpoint and compared with
         those found.
       also: steps whose checkpoints are kept, too, however old.
+      origins: what the run's problems come from (`data.Task.origins`); likewise compared.
     """
 
-    def __init__(self, workdir: Path, keep: int, config: Any, also: Sequence[int] = ()):
+    def __init__(
+        self,
+        workdir: Path,
+        keep: int,
+        config: Any,
+        also: Sequence[int] = (),
+        origins: Mapping[str, str] | None = None,
+    ):
         self.folder = (workdir / FOLDER).resolve()
         self._workdir, self._config, self._steps = workdir, settings.flat(config), config.steps
+        self._origins = dict(origins or {})
         self._last: int | None = None  # step that was saved last
         lib = ocp.checkpoint_managers
         kept = lib.AnyPreservationPolicy([lib.LatestN(keep), lib.CustomSteps(steps=tuple(also))])
@@ -219,6 +226,7 @@ class Checkpoints:
         arrays = plain({'train': train, 'reference': reference})
         meta = {
             'config': self._config,
+            'origins': self._origins,
             'progress': progress._asdict(),
             'fingerprint': fingerprint(arrays),
             'jax': jax.__version__,
@@ -235,8 +243,8 @@ class Checkpoints:
     def check(self) -> None:
         """Compare the config with that of the newest checkpoint that tells; no array is read.
 
-        Raises CheckpointError for another schema, and for a config that differs in a field outside
-        `FREE`, with all such fields and both their values.
+        Raises CheckpointError for another schema, for a config that differs in a field outside
+        `FREE`, with all such fields and both their values, and for problems of another origin.
         """
         for step in reversed(self.steps()):
             try:
@@ -284,7 +292,7 @@ class Checkpoints:
             args = ocp.args.Composite(meta=ocp.args.JsonRestore())
             meta = self._manager.restore(step, args=args)['meta']
         except Exception as error:
-            raise _Damaged(f'it has no readable description ({_short(error)})') from error
+            raise _Damaged(f'it has no readable description ({disk.short(error)})') from error
         return _unsealed(meta, self.folder / str(step))
 
     def _check(self, step: int, meta: Mapping[str, Any], say: Callable[[str], Any]) -> None:
@@ -302,8 +310,16 @@ class Checkpoints:
                 f'config.steps is {self._steps}, but the checkpoint in {self._workdir} has done '
                 f'{step}; legal is {step} or more, or another --workdir'
             )
+        for name, old in meta.get('origins', {}).items():
+            if (new := self._origins.get(name, old)) != old:
+                raise CheckpointError(
+                    f'{name} is not what the run in {self._workdir} began with: {old[:16]} -> '
+                    f'{new[:16]}. Put the old one back to go on with it. To start over, name '
+                    'another --workdir or move this one'
+                )
         for line in changed:
-            say(f'resumed with another setting: {line}')
+            rounding = '' if breaks(line, SPLITS) else ' (numbers agree to rounding)'
+            say(f'resumed with another setting: {line}{rounding}')
         here = {'jax': jax.__version__, 'devices': f'{jax.device_count()} {jax.default_backend()}'}
         for name, value in here.items():
             if meta.get(name) != value:
@@ -320,7 +336,7 @@ class Checkpoints:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
             arrays = self._manager.restore(step, args=args)['state']
         except Exception as error:
-            raise _Damaged(f'its arrays can not be read ({_short(error)})') from error
+            raise _Damaged(f'its arrays can not be read ({disk.short(error)})') from error
         kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (arrays, wanted)]
         if kinds[0] != kinds[1] or fingerprint(arrays) != meta['fingerprint']:
             raise _Damaged('its arrays are not those that were saved')
@@ -376,12 +392,6 @@ def _unsealed(meta: Any, path: Path) -> dict[str, Any]:
     return json.loads(str(text))
 
 
-def _short(error: BaseException) -> str:
-    return (
-        f'{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ""}'
-    )
-
-
 class _explained:  # noqa: N801, it reads as a phrase
     """Turns errors of the file system into CheckpointError, with what to do."""
 
@@ -393,27 +403,4 @@ class _explained:  # noqa: N801, it reads as a phrase
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f'{self._what}: {advice(error)}') from error
-
-
-def advice(error: BaseException) -> str:
-    """Why a file operation failed and what to do, from the error or what caused it."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    cause = _short(next((e for e in chain if isinstance(e, OSError)), error))
-    numbers = {e.errno for e in chain if isinstance(e, OSError)}
-    text = ' '.join(map(str, chain))
-
-    def is_any(*names: str) -> bool:
-        codes = [getattr(errno, name) for name in names]
-        return bool(numbers & set(codes)) or any(os.strerror(code) in text for code in codes)
-
-    after = 'what was saved before is whole, and the same command goes on from there'
-    if is_any('ENOSPC', 'EDQUOT'):
-        return f'no space is left on the disk. Free some; {after}'
-    if is_any('EACCES', 'EPERM', 'EROFS'):
-        return f'the folder is not writable ({cause}). Allow writing; {after}'
-    return f'{cause}. When that is mended, {after}'
+            raise CheckpointError(f'{self._what}: {disk.advice(error)}') from error

@@ -137,7 +137,7 @@ def load(
         if model.tokenizer is None:
             raise ValueError(f'{source.path} has no tokenizer')
         return Policy(model, params, origin)
-    setup = recipe.prepare(source.config, problems)
+    setup = recipe.prepare({**source.config, 'mesh': ()}, problems)  # on one device, here
     found, train = _restore(source, setup, step)
     average = which != 'params' and train.ema is not None
     origin |= {'step': found, 'params': 'ema' if average else 'params'}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from policyopt import algorithms, checks, data, models, rewards, settings, shaping
+from policyopt import algorithms, checks, data, layout, models, rewards, settings, shaping
 from policyopt import critic as critic_lib
 from policyopt import learner as learner_lib
 from policyopt import rollout as rollout_lib
@@ -146,6 +144,11 @@ class RunConfig:
       reference_every: RL steps between syncs of the reference policy; None keeps the start.
       ema: decay of the parameters' moving average, which is then what evaluation measures.
       max_skipped: updates in a row whose loss or gradient is not finite, after which a run stops.
+      mesh: (axis, devices) pairs, such as (('fsdp', 4), ('tensor', 2)), that cover all devices; one
+        size may be -1, for what the others leave. None puts every GPU or TPU into 'data', and takes
+        the first device on CPU; () is the first device alone.
+      rules: logical axis -> mesh axis, tuple of them or None, where they differ from
+        `sharding.DEFAULT_RULES`.
       seed: of parameters, order of the problems and sampling.
     """
 
@@ -177,6 +180,8 @@ class RunConfig:
     ema: float | None = None
     max_skipped: int = 20
     checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: tuple[tuple[str, int], ...] | None = None
+    rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self):
@@ -218,6 +223,8 @@ class Setup(NamedTuple):
       algorithm: as named.
       needed: optional fields that it reads; see rollout.required_fields.
       width: tokens of a row, prompt and answer.
+      mesh: the devices; None for one, without a mesh. Everything on them runs in
+        `sharding.use(mesh)`.
     """
 
     config: RunConfig
@@ -229,6 +236,7 @@ class Setup(NamedTuple):
     algorithm: Algorithm
     needed: frozenset[str]
     width: int
+    mesh: Any = None
 
 
 def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
@@ -260,7 +268,9 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
             'policy (its KL coefficient may be 0); legal is None'
         )
     own = c.critic is not None and c.critic.own
-    model, params = _model(c, value_head=critic and not own)
+    rules = layout.run_rules(c.rules)
+    mesh = layout.run_mesh(c.mesh, rules)
+    model, params = _model(c, critic and not own, mesh, rules)
     setup = Setup(
         config=c,
         model=model,
@@ -271,9 +281,11 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
         algorithm=algorithm,
         needed=needed,
         width=0,
+        mesh=mesh,
     )
     if not problems:
         return setup
+    layout.check(mesh, [m for m in (model, setup.critic_model) if m is not None], *layout.rows(c))
     task = data.make_task(c.task or c.tasks, model.tokenizer)
     _check_sizes(c, task)
     if algorithm.update.step is not None and c.optimizer != learner_lib.OptimizerConfig():
@@ -316,7 +328,7 @@ def _check_sizes(c: RunConfig, task: data.Task) -> None:
             raise ValueError(f'config.{name} is {size}: {error}') from error
 
 
-def _model(c: RunConfig, value_head: bool) -> tuple[Any, Any]:
+def _model(c: RunConfig, value_head: bool, mesh: Any, rules: Any) -> tuple[Any, Any]:
     """The model that the config describes or names, and its parameters where it names one."""
     fields = c.model
     if 'path' in fields:
@@ -328,7 +340,7 @@ def _model(c: RunConfig, value_head: bool) -> tuple[Any, Any]:
         overrides = {name: value for name, value in fields.items() if name != 'path'}
         if value_head:
             overrides.setdefault('value_head', True)
-        model, params = models.load(fields['path'], **overrides)
+        model, params = models.load(fields['path'], mesh=mesh, rules=dict(rules), **overrides)
         if model.tokenizer is None:
             raise ValueError(f'config.model.path is {fields["path"]!r}, which has no tokenizer')
         return model, params
@@ -342,19 +354,19 @@ def _model(c: RunConfig, value_head: bool) -> tuple[Any, Any]:
             f'config.model.vocab_size is {config.vocab_size}; the tokenizer has '
             f'{tokenizer.vocab_size} ids'
         )
-    return models.build(config, tokenizer), None
+    return models.build(config, tokenizer, dict(rules)), None
 
 
 def _with_value_head(model: Any) -> Any:
     config = dataclasses.replace(model.config, value_head=True)
-    return models.build(config, model.tokenizer)
+    return models.build(config, model.tokenizer, dict(model.rules))
 
 
 def first_params(setup: Setup) -> Any:
     """Parameters from the checkpoint, or drawn from the seed."""
     if setup.params is not None:
         return setup.params
-    return jax.jit(setup.model.init)(jax.random.key(setup.config.seed))
+    return layout.init(setup.model, jax.random.key(setup.config.seed))
 
 
 def make_learner(setup: Setup) -> learner_lib.Learner:
@@ -384,10 +396,5 @@ def critic_params(setup: Setup, params: Any) -> Any:
     """First parameters of a critic's own trunk: copies of the policy's, and a fresh value head."""
     if setup.critic_model is None:
         return None
-    fresh = jax.jit(setup.critic_model.init)(jax.random.key(setup.config.seed))
+    fresh = layout.init(setup.critic_model, jax.random.key(setup.config.seed))
     return {name: jax.tree.map(jnp.copy, params.get(name, fresh[name])) for name in fresh}
-
-
-def write(config: Mapping[str, Any], path: Path) -> None:
-    """Write a config as JSON."""
-    path.write_text(json.dumps(dict(config), indent=2, default=str) + '\n')

@@ -7,6 +7,7 @@ layout of a run is changing the rules, never the model.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,6 +92,11 @@ def make_mesh(
         raise ValueError(f'mesh {dict(axes)} does not cover {len(devices)} devices')
     kinds = (AxisType.Auto,) * len(names)
     return jax.make_mesh(tuple(sizes), tuple(names), axis_types=kinds, devices=devices)
+
+
+def use(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Context in which `mesh` is the ambient mesh; without one it changes nothing."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def start_processes(address: str, count: int, index: int) -> None:

@@ -23,15 +23,17 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from policyopt import checkpoint as checkpoint_lib
 from policyopt import (
     checks,
+    disk,
     evaluate,
+    layout,
     metrics,
     profiling,
     recipe,
     reinforce,
     report,
+    sharding,
     stopping,
     warm_start,
     writers,
@@ -43,7 +45,7 @@ from policyopt.reinforce import Loop, Point, record_accuracy
 from policyopt.rewards import JudgeError
 from policyopt.rollout import NotSampled
 from policyopt.sampling.config import RowErrors
-from policyopt.workdir import RECORDS, SETTINGS, TIMINGS
+from policyopt.workdir import PAGE, RECORDS, TIMINGS
 
 # Fields that the file leaves out may be given, too: `recipe.prepare` knows which there are.
 _CONFIG = config_flags.DEFINE_config_file(
@@ -161,14 +163,19 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
         resumed = bool(c.checkpoint.every) and workdir_lib.unfinished(workdir)
         if not resumed:
             lock = workdir_lib.move_aside(workdir, lock)
-        checkpoints = None
-        if c.checkpoint.every:
-            also = [step - 1 for step in watch.save_batches]
-            checkpoints = Checkpoints(workdir, c.checkpoint.keep, c, also)
-        if resumed:
-            assert checkpoints is not None
-            checkpoints.check()
-        recipe.write(config, workdir / SETTINGS)
+        text = json.dumps(dict(config), indent=2, default=str) + '\n'
+        with workdir_lib.explained(workdir):
+            if not resumed:  # first of all: it says that the folder is a run's
+                workdir_lib.write_settings(workdir, text)
+            checkpoints = None
+            if c.checkpoint.every:
+                also = [step - 1 for step in watch.save_batches]
+                origins = setup.task.origins
+                checkpoints = Checkpoints(workdir, c.checkpoint.keep, c, also, origins)
+            if resumed:
+                assert checkpoints is not None
+                checkpoints.check()
+                workdir_lib.write_settings(workdir, text)
     except BaseException:
         lock.close()
         raise
@@ -177,7 +184,9 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
 
 def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:
     """Warm start, measure, reinforce, measure again, report; the folder is free afterwards."""
-    with job.lock, job.checkpoints or contextlib.nullcontext(), contextlib.closing(job.setup.judge):
+    saved = job.checkpoints or contextlib.nullcontext()
+    judge = contextlib.closing(job.setup.judge)
+    with workdir_lib.explained(workdir), job.lock, saved, sharding.use(job.setup.mesh), judge:
         job.setup.judge.start()  # while programs are compiled
         return _run(job, workdir, stop or stopping.Stop())
 
@@ -185,6 +194,7 @@ def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:
 def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
     setup, watch = job.setup, job.watch
     begin = time.time()
+    workdir_lib.drop_half_line(workdir / TIMINGS)
     metrics.append(workdir / TIMINGS, 'start', 0, {'time': begin, **watch.command})
     profile = None
     if watch.profile:
@@ -199,7 +209,11 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
         values = {'before': before.value, 'after': after.value, 'warm_steps': warm_steps}
         metrics.append(workdir / RECORDS, 'result', setup.config.steps, values)
         metrics.append(workdir / TIMINGS, 'result', setup.config.steps, {'time': time.time()})
-    files = report.write(workdir)
+    try:
+        files = report.write(workdir)
+    except OSError as error:  # the run is whole without it
+        print(f'no report ({disk.short(error)}): python -m policyopt.report {workdir} writes it')
+        files = report.Files(workdir / PAGE, None)
     show_answers(setup, before, after)
     print(f'held-out accuracy before RL: {before}')
     print(f'held-out accuracy after RL:  {after}, {metrics.change(after.value - before.value)}')
@@ -218,7 +232,7 @@ def from_the_start(setup: Setup, loop: Loop) -> Point:
     size = sum(x.size for x in jax.tree.leaves(params))
     print(
         f'{setup.config.algorithm}: {size:,} parameters, {len(setup.task.train):,} problems to '
-        f'train on, {len(setup.task.held_out)} held out, on {jax.default_backend()}'
+        f'train on, {len(setup.task.held_out)} held out, on {layout.words(setup.mesh)}'
     )
     params, warm_steps = warm_start.warm_start(setup, params, loop.records)
     before = record_accuracy(setup, params, loop, 0)
@@ -313,10 +327,6 @@ def main(argv: list[str]) -> None:
         raise SystemExit(130) from None
     except ENDS as error:
         raise SystemExit(f'{type(error).__name__}: {error}') from error
-    except OSError as error:  # of the files that a run writes itself
-        if error.errno not in workdir_lib.DISK:
-            raise
-        raise SystemExit(f'{workdir}: {checkpoint_lib.advice(error)}') from error
 
 
 if __name__ == '__main__':

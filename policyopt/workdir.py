@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from policyopt import checkpoint
+from policyopt import checkpoint, disk
 
 RECORDS, TIMINGS, SAMPLES, SETTINGS = (
     'metrics.jsonl',
@@ -20,7 +21,6 @@ RECORDS, TIMINGS, SAMPLES, SETTINGS = (
 )
 DASHBOARD, PAGE = 'dashboard.png', 'report.md'
 LOCK = 'lock'
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 
 
 class WorkdirError(ValueError):
@@ -60,9 +60,7 @@ def claim(workdir: Path) -> IO[str]:
         file.write(f'{os.getpid()}\n')
         file.flush()
     except OSError as error:
-        raise WorkdirError(
-            f'--workdir {workdir} can not be used: {checkpoint.advice(error)}'
-        ) from error
+        raise WorkdirError(f'--workdir {workdir} can not be used: {disk.advice(error)}') from error
     return file
 
 
@@ -74,7 +72,34 @@ def _same(path: Path, file: IO[str]) -> bool:
 
 
 def _contents(workdir: Path) -> list[str]:
-    return [entry.name for entry in workdir.iterdir() if entry.name != LOCK]
+    ours = (LOCK, f'.{SETTINGS}')
+    return [entry.name for entry in workdir.iterdir() if entry.name not in ours]
+
+
+def write_settings(workdir: Path, text: str) -> None:
+    """Write the config of the run, whole or not at all."""
+    scratch = workdir / f'.{SETTINGS}'
+    try:
+        with open(scratch, 'w', encoding='utf-8') as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, workdir / SETTINGS)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def explained(workdir: Path) -> Iterator[None]:
+    """Within it, errors of the disk become WorkdirError, which says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in disk.FAULTS:
+            raise
+        where = error.filename or workdir
+        raise WorkdirError(f'{where}: {disk.advice(error)}') from error
 
 
 def unfinished(workdir: Path) -> bool:
@@ -119,6 +144,16 @@ def position(records: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
+def drop_half_line(path: Path) -> None:
+    """Cut off the line that a kill or a full disk left half written, if there is one."""
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b'\n') + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+
+
 def cut(records: Path, size: int) -> None:
     """Cut the metrics file to what a checkpoint knows of.
 
@@ -128,7 +163,9 @@ def cut(records: Path, size: int) -> None:
     if found < size:
         raise WorkdirError(
             f'{records} has {found} bytes, its checkpoint knows of {size}: records are missing. '
-            'Put the file back, or move the folder elsewhere to start over'
+            f'Put the file back; or move the newest folders out of {records.parent}/'
+            f'{checkpoint.FOLDER}, to go on from one that knows of less; or move all elsewhere to '
+            'start over'
         )
     if records.exists():
         os.truncate(records, size)

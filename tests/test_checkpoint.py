@@ -193,6 +193,7 @@ def damage(path, how):
         path.unlink()
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize('how', ['truncated', 'flipped', 'missing'])
 def test_damage_to_any_file_costs_at_most_its_own_step(how, folder, tmp_path, states, capsys):
     """Each file of the newest checkpoint in turn: the state is that of step 2 or 1, to the bit."""
@@ -219,6 +220,7 @@ def test_damage_to_any_file_costs_at_most_its_own_step(how, folder, tmp_path, st
         assert any((tmp_path / f'{i}' / 'damaged' / '2-0').is_dir() for i in range(len(files)))
 
 
+@pytest.mark.fault
 def test_no_usable_checkpoint_is_an_error_that_names_them(copy, states):
     for path in (copy / 'checkpoints').rglob('metadata'):
         path.write_text('{')
@@ -229,6 +231,7 @@ def test_no_usable_checkpoint_is_an_error_that_names_them(copy, states):
         assert checkpoints.steps() == [0, 1, 2]  # all left where they were
 
 
+@pytest.mark.fault
 def test_foreign_folders_are_passed_over(copy, states):
     (copy / 'checkpoints' / '7').mkdir()
     (copy / 'checkpoints' / '7' / 'model.bin').write_bytes(b'abc')
@@ -244,6 +247,7 @@ def test_foreign_folders_are_passed_over(copy, states):
     assert (copy / 'damaged' / '8-0').is_dir()
 
 
+@pytest.mark.fault
 def test_a_checkpoint_of_another_shape_is_passed_over(copy, states):
     wide = {'x': jnp.ones((3, 3))}
     with reopened(copy) as checkpoints:
@@ -252,6 +256,7 @@ def test_a_checkpoint_of_another_shape_is_passed_over(copy, states):
         assert checkpoints.restore(lambda: states[0]).progress.step == 2
 
 
+@pytest.mark.fault
 def test_an_unfinished_save_does_not_count(copy, states):
     """What a killed process leaves: a folder that hasn't got its name yet."""
     left = shutil.copytree(
@@ -265,6 +270,7 @@ def test_an_unfinished_save_does_not_count(copy, states):
         same(checkpoints.restore(lambda: states[0]).train, states[1][0])
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(('schema', 'age'), [(0, 'older'), (2, 'newer')])
 def test_another_schema_is_an_error(schema, age, copy, states):
     for path in (copy / 'checkpoints').rglob('metadata'):
@@ -279,6 +285,7 @@ def test_another_schema_is_an_error(schema, age, copy, states):
 # ============================================================================ the config
 
 
+@pytest.mark.fault
 def test_fields_that_break_a_resume_are_all_named(copy):
     other = Config(steps=12, seed=3, rollout=Rollout(prompts=4, chunks=2))
     with reopened(copy, other) as checkpoints, pytest.raises(CheckpointError) as error:
@@ -298,6 +305,7 @@ def test_fields_that_do_not_are_remarked_on(copy, capsys):
         assert f'config.{line}' in out
 
 
+@pytest.mark.fault
 def test_fewer_steps_than_done_is_an_error(copy):
     with (
         reopened(copy, Config(steps=1)) as checkpoints,
@@ -321,6 +329,7 @@ def test_settings_out_of_range(wrong):
 # ============================================================================ the disk
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ('code', 'advice'),
     [
@@ -352,6 +361,7 @@ def test_a_save_that_fails_says_what_to_do(code, advice, when, copy, states, mon
         same(checkpoints.restore(lambda: states[0]).train, states[2][0])
 
 
+@pytest.mark.fault
 def test_a_file_system_that_stops_writing_leaves_earlier_steps_whole(copy, states):
     """Real failures of real writes, in the thread that writes: files have a limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

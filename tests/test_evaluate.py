@@ -218,7 +218,7 @@ def test_damaged_checkpoints_are_passed_over_and_left_alone(finished_run, tmp_pa
 
 
 def test_a_written_config_is_the_config():
-    """What `recipe.write` wrote builds the same run, tuples and all."""
+    """What a run wrote builds the same run, tuples and all."""
     config = json.loads(json.dumps(CONFIG, default=str))
     assert settings.read(recipe.RunConfig, config) == settings.read(recipe.RunConfig, CONFIG)
 

@@ -161,7 +161,7 @@ def run_of(folder, workdir, **changes):
     config = {k: v for k, v in CONFIG.items() if k not in ('ema', 'warm_start')}
     config |= dict(model=dict(path=str(folder)), **changes)
     workdir.mkdir()
-    recipe.write(config, workdir / 'config.json')
+    (workdir / 'config.json').write_text(json.dumps(config, default=str))
     setup = recipe.prepare(config)
     with Checkpoints(workdir, 1, setup.config) as checkpoints:
         loop = reinforce.make_loop(setup, workdir, checkpoints, stopping.Stop())

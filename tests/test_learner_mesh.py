@@ -37,14 +37,20 @@ def build(model, **kwargs):
 
 @pytest.fixture(scope='module')
 def case():
-    """Model, parameters, batch, wanted shardings, and one update on one device."""
+    """Model, parameters, batch, mesh, and wanted shardings."""
     model = models.build(CONFIG)
     params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
     batch = random_batch(vocab=16)
     mesh = sharding.make_mesh(AXES)
     wanted = sharding.param_shardings(model.axes(), model.shapes(), mesh, model.rules)
-    learn = build(model)
-    return model, params, batch, mesh, wanted, jax.device_get(outcome(learn, params, batch))
+    return model, params, batch, mesh, wanted
+
+
+@pytest.fixture(scope='module')
+def want(case):
+    """One update on one device."""
+    model, params, batch, *_ = case
+    return jax.device_get(outcome(build(model), params, batch))
 
 
 def outcome(learn, params, batch):
@@ -71,8 +77,9 @@ def agree(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_compiled_layouts_are_the_rules_and_results_those_of_one_device(case):
-    model, params, batch, mesh, wanted, want = case
+def test_compiled_layouts_are_the_rules(case):
+    """Of parameters, their average and their moments, before and after an update."""
+    model, params, batch, mesh, wanted = case
     learn = build(model, microbatches=2)
     with jax.set_mesh(mesh):
         state = fresh(learn, params)
@@ -82,15 +89,13 @@ def test_compiled_layouts_are_the_rules_and_results_those_of_one_device(case):
         for side in (given, made):
             for tree in (side.params, side.ema, *moments(side.opt_state)):
                 same_layout(tree, wanted, params)
-        got = outcome(learn, params, batch)
-    agree(got, want)
     split = [s for s in jax.tree.leaves(wanted) if not s.is_fully_replicated]
     assert len(split) >= 8  # embedding, projections, experts
 
 
 def test_gradients_lie_as_the_parameters_do(case):
     """What `accumulate` sums, for a scan over microbatches and for buckets alike."""
-    model, params, batch, mesh, wanted, _ = case
+    model, params, batch, mesh, wanted = case
     learn = build(model)
     job = updates.policy_job(learn.init.args[0])
 
@@ -105,9 +110,13 @@ def test_gradients_lie_as_the_parameters_do(case):
 
 
 @pytest.mark.slow
-def test_buckets_over_devices_are_those_of_one(case):
-    model, params, batch, mesh, _, want = case
-    learn = build(model, length_buckets=LengthBuckets(36, (6, 9)))
+@pytest.mark.parametrize(
+    'parts', [dict(microbatches=2), dict(length_buckets=LengthBuckets(36, (6, 9)))]
+)
+def test_an_update_over_devices_is_that_of_one(parts, case, want):
+    """Metrics, too; whole steps are in `test_meshes`."""
+    model, params, batch, mesh, _ = case
+    learn = build(model, **parts)
     with jax.set_mesh(mesh):
         agree(outcome(learn, params, batch), want)
 
@@ -122,7 +131,7 @@ def test_a_parameter_that_does_not_divide_is_named(case):
 
 
 def test_rows_of_a_bucket_follow_the_devices(case):
-    _, _, _, mesh, _, _ = case
+    _, _, _, mesh, _ = case
     assert sharding.batch_shards(sharding.DEFAULT_RULES) == 1
     with jax.set_mesh(mesh):
         assert sharding.batch_shards(sharding.DEFAULT_RULES) == 2

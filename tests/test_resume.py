@@ -153,6 +153,7 @@ def started(workdir):
     return workdir
 
 
+@pytest.mark.fault
 def test_a_second_process_is_refused_and_a_stale_lock_is_not(tmp_path):
     with workdir_lib.claim(tmp_path / 'run') as lock:
         message = f'another process \\(id {os.getpid()}\\) works in'
@@ -202,6 +203,7 @@ def test_records_are_cut_to_what_the_checkpoint_knows(tmp_path):
         workdir_lib.cut(path, 999)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ('code', 'advice'),
     [
@@ -223,12 +225,14 @@ def test_a_folder_that_can_not_be_written(code, advice, where, tmp_path, monkeyp
         workdir_lib.claim(tmp_path / 'run')
 
 
+@pytest.mark.fault
 def test_a_folder_under_a_file(tmp_path):
     (tmp_path / 'file').write_text('')
     with pytest.raises(WorkdirError, match='can not be used: NotADirectoryError'):
         workdir_lib.claim(tmp_path / 'file' / 'run')
 
 
+@pytest.mark.fault
 def test_a_run_of_another_config_is_not_touched(tmp_path):
     """The error names the field; the folder stays as it was, and free."""
     config = get_config('tiny')
@@ -326,6 +330,7 @@ def loop_of(tmp_path, **changes):
     return setup, loop
 
 
+@pytest.mark.fault
 def test_too_many_skipped_updates_end_the_run_with_the_batch_saved(tmp_path):
     setup, loop = loop_of(tmp_path, max_skipped=3, checkpoint=dict(every=1))
     parts = [random_batch(0), random_batch(1)]
@@ -407,6 +412,7 @@ def test_checkpoints_are_due(tmp_path):
     assert error.value.code == 0 and loop.checkpoints.steps()[-1] == 4
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 def test_a_run_that_diverges_stops_with_a_good_checkpoint(tmp_path, monkeypatch):
     """From step 3 on, no update is finite: the fifth in a row ends the run."""
@@ -463,10 +469,13 @@ def get_config(argument=None):
     spec = importlib.util.spec_from_file_location('quickstart', {quickstart!r})
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    c = module.get_config('tiny,algorithm=grpo')
-    c.steps, c.minibatches, c.reference_every, c.ema = {steps}, 1, 3, 0.9
+    c = module.get_config('tiny,algorithm={algorithm}')
+    c.steps, c.minibatches, c.ema = {steps}, 1, 0.9
+    if c.algorithm.endswith('grpo'):
+        c.reference_every = 3
     c.evaluation.every = 5
     c.checkpoint.update(every=1, keep=2)
+    {more}
     c.reward, c.reward_kw = 'tests.reward_functions.chancy', {{}}
     c.judge = dict(workers=2)
     return c
@@ -476,9 +485,13 @@ def get_config(argument=None):
 class Command:
     """The training command on small runs that share their compiled programs."""
 
-    def __init__(self, folder, steps):
+    def __init__(self, folder, steps, more=''):
         self._folder = folder
-        (folder / 'config.py').write_text(CONFIG.format(quickstart=str(QUICKSTART), steps=steps))
+        algorithm = 'ppo_clip' if more else 'grpo'
+        text = CONFIG.format(
+            quickstart=str(QUICKSTART), steps=steps, algorithm=algorithm, more=more
+        )
+        (folder / 'config.py').write_text(text)
         self._env = os.environ | {
             'XLA_FLAGS': '--xla_backend_optimization_level=0',
             'JAX_COMPILATION_CACHE_DIR': str(folder / 'xla'),
@@ -516,34 +529,77 @@ def wait_for(process, path, stage, more):
         time.sleep(0.002)
 
 
+def being_saved(workdir):
+    return any((workdir / 'checkpoints').glob('*.orbax-checkpoint-tmp*'))
+
+
 @pytest.mark.slow
-def test_killed_at_random_moments_a_run_ends_as_one_never_stopped(tmp_path):
+@pytest.mark.fault
+def test_killed_at_20_random_moments_a_run_ends_as_one_never_stopped(tmp_path):
     """SIGKILL in the warm start, in steps, in saves, in restores; then the last life ends it."""
-    command, steps, rng = Command(tmp_path, 24), 24, random.Random(0)
+    command, steps, rng = Command(tmp_path, 60), 60, random.Random(20)
     command.finish(tmp_path / 'whole')
     workdir = tmp_path / 'run'
+    timings = workdir / 'timings.jsonl'
     process = command.begin(workdir)
     wait_for(process, workdir / 'metrics.jsonl', 'warm_start', 1)
     process.kill()
     process.communicate()
-    moments, said = [], ''
-    for life in range(10):
+    # Where in its life each of the others ends: in steps, in a save, or before its first step.
+    kinds = ['steps', *rng.sample(['steps', 'save', 'start'] * 6, 18)]
+    moments, in_saves, said, to_first = [], 0, '', 0.0
+    for kind in kinds:
+        began = time.monotonic()
         process = command.begin(workdir)
-        if life % 3 == 2:
-            time.sleep(rng.uniform(2, 12))  # anywhere: imports, restore, tracing, steps
+        if kind == 'start':  # imports, restore, tracing
+            time.sleep(rng.uniform(0.2, 1) * to_first)
         else:
-            wait_for(process, workdir / 'timings.jsonl', 'rl', rng.randint(2, 4))
-            time.sleep(rng.uniform(0, 0.5))  # a step and its save
+            wait_for(process, timings, 'rl', 1)
+            to_first = to_first or time.monotonic() - began
+            wait_for(process, timings, 'rl', rng.randint(0, 2))
+        if kind == 'steps':
+            time.sleep(rng.uniform(0, 0.1))
+        while kind == 'save' and process.poll() is None and not being_saved(workdir):
+            time.sleep(0.0005)
         process.kill()
         said += process.communicate()[0]
         moments.append(lines(workdir / 'metrics.jsonl', 'rl'))
+        in_saves += being_saved(workdir)
     said += command.finish(workdir)
     assert (tmp_path / 'run-1').is_dir()  # killed before its first checkpoint: started over
     assert not (tmp_path / 'run-2').exists() and 'not usable' not in said, said
-    assert len(set(moments)) >= 5 and said.count('resumed after RL step') >= 7, moments
+    assert 1 + len(kinds) == 20 and in_saves >= 3, (in_saves, moments)
+    assert len(set(moments)) >= 8 and said.count('resumed after RL step') >= 12, moments
     same_end(workdir, tmp_path / 'whole', steps)
 
 
+STAGES = {
+    'warm_start': 'SIGTERM: stopped',
+    'value_pretraining': 'SIGTERM: stopped',
+    'rl': 'SIGTERM: saved after RL step',
+    'evaluation': 'SIGTERM: ',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.parametrize('stage', STAGES)
+def test_sigterm_in_any_stage_exits_0_and_loses_nothing(stage, tmp_path):
+    """The command itself: asked to end in a stage, it does; the same command ends as if never."""
+    command = Command(tmp_path, 6, 'c.critic = dict(optimizer={}, pretrain=dict(max_steps=4))')
+    command.finish(tmp_path / 'whole')
+    workdir = tmp_path / 'run'
+    process = command.begin(workdir)
+    wait_for(process, workdir / 'metrics.jsonl', stage, 1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and STAGES[stage] in out and 'Traceback' not in out, out
+    assert lines(workdir / 'metrics.jsonl', 'result') == 0
+    command.finish(workdir)
+    same_end(workdir, tmp_path / 'whole', 6)
+
+
+@pytest.mark.fault
 @pytest.mark.slow
 def test_sigterm_saves_and_exits_0_and_a_second_process_is_refused(tmp_path):
     command = Command(tmp_path, 400)

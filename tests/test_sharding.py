@@ -118,11 +118,12 @@ def loss(model, params, tokens):
 
 LAYOUTS = [
     [('data', 1), ('fsdp', 2), ('expert', 2), ('tensor', 2)],
-    pytest.param(MESH, marks=pytest.mark.slow),
-    pytest.param([('data', 2), ('fsdp', 2), ('expert', 2)], marks=pytest.mark.slow),
+    MESH,
+    [('data', 2), ('fsdp', 2), ('expert', 2)],
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('axes', LAYOUTS)
 def test_a_sharded_model_is_the_same_function(axes):
     model, params, tokens, (value, gradient) = unsharded()

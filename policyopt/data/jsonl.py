@@ -21,7 +21,9 @@ def digest(path: pathlib.Path) -> str:
         with path.open('rb') as file:
             return hashlib.file_digest(file, 'sha256').hexdigest()
     except OSError as error:
-        raise ValueError(f'task.file {path} cannot be read: {error.strerror}') from error
+        raise ValueError(
+            f'task.file {path} cannot be read: {error.strerror}; put it there, or name another'
+        ) from error
 
 
 def read(

@@ -112,6 +112,8 @@ class Task:
       prompt_width: longest prompt allowed, in tokens.
       longest_answer: most tokens of an answer, its end of sequence included.
       skipped: rows that were bad and left out.
+      origins: what the problems come from -> SHA-256 of a file, version of a generator. The same
+        config with other ones is another task.
     """
 
     train: Sequence[Item]
@@ -121,6 +123,7 @@ class Task:
     prompt_width: int
     longest_answer: int
     skipped: int = 0
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def make_task(config: TaskConfig | Mapping[str, TaskConfig], tokenizer: Encoder) -> Task:
@@ -156,6 +159,7 @@ def make_task(config: TaskConfig | Mapping[str, TaskConfig], tokenizer: Encoder)
         prompt_width=max(task.prompt_width for task in tasks),
         longest_answer=max(task.longest_answer for task in tasks),
         skipped=sum(task.skipped for task in tasks),
+        origins={name: x for task in tasks for name, x in task.origins.items()},
     )
 
 
@@ -168,6 +172,7 @@ class _Source(NamedTuple):
     where: Callable[[int], str]
     score: Callable[[str, Any], float]
     scorer: Spec
+    origins: dict[str, str]
 
 
 def _open(field: str, name: str, config: TaskConfig) -> _Source:
@@ -182,6 +187,7 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         path = pathlib.Path(config.file).expanduser()
         digest = jsonl.digest(path)
         key |= dict(digest=digest)
+        origins = {f'{field}.file {path}': digest}
         make = functools.partial(builders.JsonLines, file=path, digest=digest, **common)
         score: Any = exact_match
         scorer = Spec('policyopt.rewards.scorers.exact')
@@ -189,6 +195,7 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         dataset = gym.create(config.name, config.kw, config.size, config.seed, field)
         key |= {f: getattr(config, f) for f in ('name', 'kw', 'size', 'seed', 'form')}
         key |= dict(version=builders.gym_version())
+        origins = {f'{field}.name {config.name} of reasoning-gym': builders.gym_version()}
         make = functools.partial(
             builders.ReasoningGym, dataset=dataset, size=config.size, form=config.form, **common
         )
@@ -204,6 +211,7 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         where=builder.where,
         score=score,
         scorer=scorer,
+        origins=origins,
     )
 
 
@@ -250,6 +258,7 @@ def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> 
         prompt_width=config.prompt_width,
         longest_answer=longest,
         skipped=count,
+        origins=source.origins,
     )
 
 

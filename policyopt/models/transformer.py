@@ -22,6 +22,8 @@ from policyopt.types import Array
 
 Params = dict[str, Any]
 ACTIVATION = ('batch', 'length', None)
+# [L,B,S,KV,hd]. Layers and positions are never split: one step writes one of each.
+CACHE = (None, 'batch', None, 'kv_heads', 'head_dim')
 
 
 class Hidden(NamedTuple):
@@ -192,8 +194,12 @@ class Model:
         return self._scalar(params, 'reward', last)
 
     def init_cache(self, batch: int, size: int) -> Cache:
-        """Empty cache of `batch` rows, `size` tokens each."""
-        return init_cache(self.config, batch, size)
+        """Empty cache of `batch` rows, `size` tokens each; under jit on a mesh, laid out on it."""
+        cache = init_cache(self.config, batch, size)
+        return dataclasses.replace(cache, k=self._split(cache.k), v=self._split(cache.v))
+
+    def _split(self, cache: Array) -> Array:
+        return constrain(cache, CACHE, self.rules)
 
     def extend(
         self,
@@ -230,7 +236,8 @@ class Model:
         size = cache.k.shape[2] if bucket is None else min(bucket, cache.k.shape[2])
 
         def mix(layer, state, q, k, v):
-            keys, values = write(state[0], layer, at, k), write(state[1], layer, at, v)
+            keys = self._split(write(state[0], layer, at, k))
+            values = self._split(write(state[1], layer, at, v))
             seen = read(keys, layer, size), read(values, layer, size, cache.length + count)
             return attend(q, *seen, offset=cache.length), (keys, values)
 

@@ -82,6 +82,12 @@ class Records(NamedTuple):
     fault: Array
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def empty(model: Any, slots: int, size: int) -> Any:
+    """An empty cache of N slots, laid out on the ambient mesh."""
+    return model.init_cache(slots, size)
+
+
 @functools.partial(jax.jit, static_argnames=('model',))
 def prefill(model: Any, params: Any, tokens: Array, count: Array, routing: Array | None) -> Prefix:
     """tokens [R,P] with count [R] real ones, and routing [R,P,L_moe,k] to replay or None."""

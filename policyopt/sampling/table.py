@@ -83,7 +83,7 @@ class Table:
         self._static, self._rules = make_rules(model, config, 1, None, constraint)
         self._slot_rules: Any = None  # until the first rows say which fields they set
         self._impl, self._key_shape = None, ()
-        self._cache = model.init_cache(engine.slots, size)
+        self._cache = slots_lib.empty(model, engine.slots, size)
         self._state = None if constraint is None else constraint.init(engine.slots)
         self._buffers: Any = None
 
