@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,159 +13,15 @@ import jax
 import numpy as np
 
 from policyopt import batches as batches_lib
-from policyopt import data, evaluate, metrics, profiling, recipe, settings, stopping
+from policyopt import evaluate, metrics, recipe, settings, stopping
 from policyopt import rollout as rollout_lib
-from policyopt import workdir as workdir_lib
-from policyopt.checkpoint import Checkpoints, Progress, fingerprint
-from policyopt.learner import Learner, TrainState
+from policyopt.checkpoint import fingerprint
+from policyopt.learner import TrainState
+from policyopt.loop import Loop, Point, save
 from policyopt.recipe import Setup
-from policyopt.reference import Reference, make_reference
-from policyopt.rewards import Ledger, Page
+from policyopt.reference import Reference
 from policyopt.types import TokenBatch
-from policyopt.workdir import RECORDS, SAMPLES, TIMINGS
-
-
-class Loop(NamedTuple):
-    """What the steps of the RL stage share.
-
-    Attributes:
-      learner, collect: of the run.
-      source: batches of problems.
-      workdir: folder of the run.
-      checkpoints: of the run; None where the config wants none.
-      stop: whether the process was asked to end.
-      save_batches: RL steps whose minibatches are saved.
-      profile: which steps are traced.
-      ledger: of verdicts; None where there are no checkpoints to go on from.
-    """
-
-    learner: Learner
-    collect: rollout_lib.Collect
-    source: Iterator[list[data.Item]]
-    workdir: Path
-    checkpoints: Checkpoints | None
-    stop: stopping.Stop
-    save_batches: Sequence[int] = ()
-    profile: profiling.Profile | None = None
-    ledger: Ledger | None = None
-
-    def page(self, stage: str, number: int, step: int) -> Page | None:
-        """Where the verdicts of a stage's step are, which is done again with RL step `step`."""
-        return self.ledger and self.ledger.page(stage, number, step)
-
-    @property
-    def records(self) -> Path:
-        """File of results."""
-        return self.workdir / RECORDS
-
-    @property
-    def timings(self) -> Path:
-        """File of wall-clock figures."""
-        return self.workdir / TIMINGS
-
-    @property
-    def samples(self) -> Path:
-        """File of answers to held-out problems."""
-        return self.workdir / SAMPLES
-
-
-class Point(NamedTuple):
-    """Where the RL stage stands.
-
-    Attributes:
-      state: of the learner.
-      reference: the reference policy; None where no term reads one.
-      step: RL steps done.
-      skipped: skipped updates in a row.
-      before: held-out accuracy at the start of the stage.
-      warm_steps: steps of the warm start.
-    """
-
-    state: TrainState
-    reference: Reference | None
-    step: int
-    skipped: int
-    before: evaluate.Accuracy
-    warm_steps: int
-
-
-def make_loop(
-    setup: Setup,
-    workdir: Path,
-    checkpoints: Checkpoints | None,
-    stop: stopping.Stop,
-    save_batches: Sequence[int] = (),
-    profile: profiling.Profile | None = None,
-) -> Loop:
-    """Build what the steps of the RL stage share."""
-    c = setup.config
-    learner = recipe.make_learner(setup)
-    replay = [name for name in ('support', 'routing') if getattr(c.replay, name)]
-    collect = rollout_lib.make_collector(
-        setup.model,
-        setup.algorithm,
-        setup.judge,
-        c.rollout,
-        c.sampling,
-        setup.task.prompt_width,
-        values=learner.values,
-        replay=replay,
-    )
-    source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
-    ledger = None if checkpoints is None else Ledger(workdir)
-    return Loop(learner, collect, source, workdir, checkpoints, stop, save_batches, profile, ledger)
-
-
-def new_point(
-    setup: Setup, loop: Loop, params: Any, before: evaluate.Accuracy, warm_steps: int
-) -> Point:
-    """The start of the RL stage."""
-    c = setup.config
-    reference = make_reference(params, c.reference_every, 'logp_ref' in setup.needed)
-    critic = recipe.critic_params(setup, params)
-    state = loop.learner.init(params, jax.random.key(c.seed + 1), critic)
-    return Point(state, reference, 0, 0, before, warm_steps)
-
-
-def save(loop: Loop, point: Point) -> None:
-    """Save a point, and how far its metrics and problems have come."""
-    if loop.checkpoints is None:
-        return
-    notes = {'before': point.before, 'warm_steps': point.warm_steps}
-    notes['samples'] = workdir_lib.position(loop.samples)
-    progress = Progress(
-        step=point.step,
-        source=loop.source.get_state(),  # type: ignore[attr-defined]
-        records=workdir_lib.position(loop.records),
-        skipped=point.skipped,
-        notes=notes,
-    )
-    loop.checkpoints.save(point.state, point.reference and point.reference.params, progress)
-    if loop.ledger is not None and (whole := loop.checkpoints.steps()):
-        loop.ledger.prune(whole[0])
-
-
-def resume(setup: Setup, loop: Loop) -> Point:
-    """The point of the last usable checkpoint; metrics and problems go back to it."""
-    assert loop.checkpoints is not None
-
-    def template() -> tuple[TrainState, Any]:
-        point = new_point(setup, loop, recipe.first_params(setup), evaluate.Accuracy(0, 0), 0)
-        return point.state, point.reference and point.reference.params
-
-    saved = loop.checkpoints.restore(template)
-    progress = saved.progress
-    workdir_lib.cut(loop.records, progress.records)
-    workdir_lib.cut(loop.samples, progress.notes.get('samples', 0))
-    loop.source.set_state(progress.source)  # type: ignore[attr-defined]
-    reference = None
-    if saved.reference is not None:
-        reference = Reference(saved.reference, setup.config.reference_every)
-    correct, total, *lists = progress.notes['before']
-    before = evaluate.Accuracy(correct, total, *map(tuple, lists))
-    print(f'resumed after RL step {progress.step} of {setup.config.steps}', flush=True)
-    warm_steps = progress.notes['warm_steps']
-    return Point(saved.train, reference, progress.step, progress.skipped, before, warm_steps)
+from policyopt.workdir import SAMPLES
 
 
 def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:

@@ -38,10 +38,12 @@ from policyopt import (
     warm_start,
     writers,
 )
+from policyopt import loop as loop_lib
 from policyopt import workdir as workdir_lib
 from policyopt.checkpoint import CheckpointError, Checkpoints
+from policyopt.loop import Loop, Point
 from policyopt.recipe import Setup
-from policyopt.reinforce import Loop, Point, record_accuracy
+from policyopt.reinforce import record_accuracy
 from policyopt.rewards import JudgeError
 from policyopt.rollout import NotSampled
 from policyopt.sampling.config import RowErrors
@@ -199,8 +201,8 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
     profile = None
     if watch.profile:
         profile = profiling.Profile(*watch.profile, workdir / profiling.FOLDER)
-    loop = reinforce.make_loop(setup, workdir, job.checkpoints, stop, watch.save_batches, profile)
-    point = reinforce.resume(setup, loop) if job.resumed else None
+    loop = loop_lib.make_loop(setup, workdir, job.checkpoints, stop, watch.save_batches, profile)
+    point = loop_lib.resume(setup, loop) if job.resumed else None
     with writers.Follower(watch.writers, workdir, job.config):
         point = point or from_the_start(setup, loop)
         before, warm_steps = point.before, point.warm_steps
@@ -237,8 +239,8 @@ def from_the_start(setup: Setup, loop: Loop) -> Point:
     params, warm_steps = warm_start.warm_start(setup, params, loop.records)
     before = record_accuracy(setup, params, loop, 0)
     print(f'warm start of {warm_steps} steps; held-out accuracy before RL: {before}', flush=True)
-    point = reinforce.new_point(setup, loop, params, before, warm_steps)
-    reinforce.save(loop, point)
+    point = loop_lib.new_point(setup, loop, params, before, warm_steps)
+    loop_lib.save(loop, point)
     return point
 
 

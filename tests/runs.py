@@ -9,6 +9,7 @@ import tempfile
 import jax
 import pytest
 
+from policyopt import loop as loop_lib
 from policyopt import reinforce, stopping, train
 from tests.test_quickstart import get_config
 
@@ -42,12 +43,12 @@ def _made():
     job = train.start(CONFIG, workdir)
     assert job.checkpoints is not None
     with job.lock, job.checkpoints:
-        loop = reinforce.make_loop(job.setup, workdir, job.checkpoints, stopping.Stop())
+        loop = loop_lib.make_loop(job.setup, workdir, job.checkpoints, stopping.Stop())
         point = train.from_the_start(job.setup, loop)
         for step in (1, 2):
             params = jax.tree.map(lambda x: 0.5 * x, point.state.params)
             ema = jax.tree.map(lambda a, b: 0.8 * a + 0.2 * b, point.state.ema, params)
             point = point._replace(state=point.state.replace(params=params, ema=ema), step=step)
             reinforce.record_accuracy(job.setup, reinforce.used(point.state), loop, step)
-            reinforce.save(loop, point)
+            loop_lib.save(loop, point)
     return workdir

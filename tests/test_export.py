@@ -11,7 +11,8 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from policyopt import data, evaluate, export, models, policy, recipe, reinforce, stopping
+from policyopt import data, evaluate, export, models, policy, recipe, stopping
+from policyopt import loop as loop_lib
 from policyopt.checkpoint import Checkpoints
 from policyopt.evaluate_plan import parser, plan
 from tests.checkpoints import copy
@@ -164,10 +165,10 @@ def run_of(folder, workdir, **changes):
     (workdir / 'config.json').write_text(json.dumps(config, default=str))
     setup = recipe.prepare(config)
     with Checkpoints(workdir, 1, setup.config) as checkpoints:
-        loop = reinforce.make_loop(setup, workdir, checkpoints, stopping.Stop())
+        loop = loop_lib.make_loop(setup, workdir, checkpoints, stopping.Stop())
         before = evaluate.Accuracy(0, 1)
-        point = reinforce.new_point(setup, loop, recipe.first_params(setup), before, 0)
-        reinforce.save(loop, point)
+        point = loop_lib.new_point(setup, loop, recipe.first_params(setup), before, 0)
+        loop_lib.save(loop, point)
     return workdir
 
 

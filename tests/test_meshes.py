@@ -25,6 +25,7 @@ from policyopt import (
     stopping,
     train,
 )
+from policyopt import loop as loop_lib
 from policyopt.sampling import decode, slots
 from policyopt.sampling.rules import make_rules
 from tests.learning import none
@@ -85,7 +86,7 @@ def make_loop(setup, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         quick = functools.partial(learner.make_learner, diagnose=none)
         patch.setattr(learner, 'make_learner', quick)
-        return reinforce.make_loop(setup, tmp_path, None, stopping.Stop())
+        return loop_lib.make_loop(setup, tmp_path, None, stopping.Stop())
 
 
 def steps(setup, tmp_path):
@@ -93,7 +94,7 @@ def steps(setup, tmp_path):
     tokens = []
     with sharding.use(setup.mesh):
         loop = make_loop(setup, tmp_path)
-        point = reinforce.new_point(setup, loop, recipe.first_params(setup), None, 0)
+        point = loop_lib.new_point(setup, loop, recipe.first_params(setup), None, 0)
         for step in range(1, STEPS + 1):
             done = reinforce.rl_step(setup, loop, point, step)
             part = done.parts[0]

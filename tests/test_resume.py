@@ -29,6 +29,7 @@ from policyopt import (
     stopping,
     train,
 )
+from policyopt import loop as loop_lib
 from policyopt import workdir as workdir_lib
 from policyopt.workdir import WorkdirError
 from tests.events import events_of
@@ -326,7 +327,7 @@ class Source:
 
 def loop_of(tmp_path, **changes):
     setup = recipe.prepare(get_config('tiny', **changes))
-    loop = reinforce.Loop(None, None, Source(), tmp_path, Recorder(), stopping.Stop())
+    loop = loop_lib.Loop(None, None, Source(), tmp_path, Recorder(), stopping.Stop())
     return setup, loop
 
 
@@ -336,7 +337,7 @@ def test_too_many_skipped_updates_end_the_run_with_the_batch_saved(tmp_path):
     parts = [random_batch(0), random_batch(1)]
     parts[1].advantages[:] = np.nan
     logp = [np.zeros_like(part.logp_old) for part in parts]
-    point = reinforce.Point(None, None, 5, 1, None, 0)
+    point = loop_lib.Point(None, None, 5, 1, None, 0)
     state = types.SimpleNamespace(params={'w': np.ones(3, np.float32)})
     done = reinforce.Step(state, {}, {}, parts, logp, [True, False], {'kl': np.float32(0.5)})
     point = point._replace(skipped=reinforce.count_skipped(setup, loop, point, done))
@@ -379,7 +380,7 @@ def test_steps_where_nothing_can_be_sampled_end_the_run_with_their_rows_saved(tm
         key=jax.random.key(0),
         controllers={'kl': np.float32(2.0)},
     )
-    point = reinforce.Point(state, None, 3, 0, None, 0)
+    point = loop_lib.Point(state, None, 3, 0, None, 0)
     loop = loop._replace(collect=collect)
     for step in (4, 5):
         done = reinforce.rl_step(setup, loop, point, step)
@@ -401,14 +402,14 @@ def test_checkpoints_are_due(tmp_path):
     setup, loop = loop_of(tmp_path, steps=8, checkpoint=dict(every=3))
     wanted = loop._replace(save_batches=(3, 8), checkpoints=Recorder())
     for step in range(1, 9):
-        reinforce.save_if_due(setup, wanted, reinforce.Point(None, None, step, 0, None, 0))
+        reinforce.save_if_due(setup, wanted, loop_lib.Point(None, None, step, 0, None, 0))
     assert wanted.checkpoints.steps() == [2, 3, 6, 7, 8]
     for step in range(1, 9):
-        reinforce.save_if_due(setup, loop, reinforce.Point(None, None, step, 0, None, 0))
+        reinforce.save_if_due(setup, loop, loop_lib.Point(None, None, step, 0, None, 0))
     assert loop.checkpoints.steps() == [3, 6, 8]
     loop.stop.asked = True
     with pytest.raises(SystemExit) as error:
-        reinforce.save_if_due(setup, loop, reinforce.Point(None, None, 4, 0, None, 0))
+        reinforce.save_if_due(setup, loop, loop_lib.Point(None, None, 4, 0, None, 0))
     assert error.value.code == 0 and loop.checkpoints.steps()[-1] == 4
 
 
@@ -454,7 +455,7 @@ def test_only_pages_that_a_checkpoint_may_need_are_kept(tmp_path):
     loop = loop._replace(ledger=rewards.Ledger(tmp_path))
     for step in range(1, 9):
         loop.page('rl', step, step).write({(0, 0): (1, rewards.Verdict(1.0))})
-        reinforce.save_if_due(setup, loop, reinforce.Point(None, None, step, 0, None, 0))
+        reinforce.save_if_due(setup, loop, loop_lib.Point(None, None, step, 0, None, 0))
     left = sorted(int(p.name[:6]) for p in (tmp_path / 'verdicts').iterdir())
     assert left == [3, 4, 5, 6, 7, 8] and loop.checkpoints.steps() == [3, 6, 8]
 
