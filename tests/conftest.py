@@ -1,4 +1,4 @@
-"""Eight fake CPU devices, quick compiles, prepared data apart, and a seeded hypothesis profile."""
+"""Eight fake CPU devices, quick and shared compiles, data apart, a seeded hypothesis profile."""
 
 import atexit
 import os
@@ -12,8 +12,12 @@ _GIVEN = os.environ.get('XLA_FLAGS', '')
 os.environ['XLA_FLAGS'] = ' '.join([_GIVEN, *(f for f in _FLAGS if f not in _GIVEN)]).strip()
 
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # workers share their parent's folder
-    os.environ['POLICYOPT_DATA_DIR'] = tempfile.mkdtemp(prefix='policyopt-tests-')
-    atexit.register(shutil.rmtree, os.environ['POLICYOPT_DATA_DIR'], ignore_errors=True)
+    _FOLDER = tempfile.mkdtemp(prefix='policyopt-tests-')
+    atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+    os.environ['POLICYOPT_DATA_DIR'] = os.path.join(_FOLDER, 'data')
+    # Many runs of the same toys: a program is compiled once by whoever comes first.
+    os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.join(_FOLDER, 'xla')
+    os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
 import hypothesis  # noqa: E402
 

@@ -30,7 +30,6 @@ from policyopt.sampling import decode, slots
 from policyopt.sampling.rules import make_rules
 from tests.learning import none
 from tests.test_quickstart import get_config
-from tests.test_resume import compile_once  # noqa: F401, a fixture
 
 MODEL = dict(
     embed_dim=16,
@@ -289,7 +288,7 @@ def records_of(workdir):
 @pytest.mark.parametrize(
     ('first', 'then'), [(MESHES[0], MESHES[1]), ({}, dict(data=2, expert=4)), (dict(fsdp=8), {})]
 )
-def test_a_run_goes_on_on_another_mesh(first, then, tmp_path, compile_once, capsys):  # noqa: F811
+def test_a_run_goes_on_on_another_mesh(first, then, tmp_path, capsys):
     resumed_elsewhere(first, then, tmp_path, capsys)
 
 

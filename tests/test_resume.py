@@ -39,18 +39,6 @@ from tests.test_quickstart import QUICKSTART, ROOT, get_config
 # ============================================================================ in one process
 
 
-@pytest.fixture
-def compile_once(tmp_path):
-    """Runs of one test share their compiled programs."""
-    names = ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs')
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path / 'xla'), 0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-
-
 def arrays_of(workdir, step):
     """Bytes of every array of a checkpoint, by name."""
     path = (workdir / 'checkpoints' / str(step) / 'state').resolve()
@@ -98,7 +86,7 @@ def check_resume(config, tmp_path, steps, capsys):
         assert (folder / 'batches' / f'batch_{config["steps"]:06d}.npz').is_file()
 
 
-def test_a_run_goes_on_with_the_same_bytes(tmp_path, compile_once, capsys):
+def test_a_run_goes_on_with_the_same_bytes(tmp_path, capsys):
     """Synced reference, moving average, evaluations in between; rows that time out by chance.
 
     Done again, steps and evaluations have the verdicts that they had.
@@ -135,7 +123,7 @@ def test_a_run_goes_on_with_the_same_bytes(tmp_path, compile_once, capsys):
         ('dapo', dict(warm_start=None, logp_old='recomputed', rollout__chunks=2, epochs=2)),
     ],
 )
-def test_a_run_goes_on_from_any_stage(algorithm, changes, tmp_path, compile_once, capsys):
+def test_a_run_goes_on_from_any_stage(algorithm, changes, tmp_path, capsys):
     """Adaptive controllers, the critic's own trunk and its pretraining; no warm start; the end."""
     config = get_config(
         f'tiny,algorithm={algorithm}', steps=3, checkpoint=dict(every=2, keep=9), **changes
