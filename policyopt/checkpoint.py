@@ -185,7 +185,11 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 item_names=('state', 'meta'),
-                options=ocp.CheckpointManagerOptions(preservation_policy=kept),
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=kept,
+                    # Else threads of a failed save hold the process for minutes at its end.
+                    async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+                ),
             )
 
     def __enter__(self) -> Checkpoints:

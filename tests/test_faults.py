@@ -113,7 +113,7 @@ class Stage:
         part = random_batch(step)
         return reinforce.Step(state, values, {}, [part], [np.array(part.logp_old)], [False])
 
-    def held_out(self, setup, params):
+    def held_out(self, setup, params, page):
         """An accuracy that depends on the parameters."""
         self.here('evaluation', None)
         size = sum(float(np.abs(x).sum()) for x in jax.tree.leaves(jax.device_get(params)))
@@ -122,12 +122,8 @@ class Stage:
 
 
 @pytest.fixture(scope='module')
-def quick(tmp_path_factory):
-    """run(config, workdir, at) -> Result, with a Stage; all share their compiled programs."""
-    names = ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs')
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp('xla')), 0), strict=True):
-        jax.config.update(name, value)
+def quick():
+    """run(config, workdir, at) -> Result, with a Stage."""
 
     def run(config, workdir, at=None, stop=None):
         stage = Stage(at)
@@ -135,9 +131,7 @@ def quick(tmp_path_factory):
             stage.install(patch)
             return train.run(train.start(config, workdir), workdir, stop)
 
-    yield run
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
+    return run
 
 
 def state_of(workdir):
