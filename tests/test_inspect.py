@@ -370,6 +370,30 @@ def test_a_damaged_checkpoint_is_not_believed(run, tmp_path, capsys):
     assert (copy / 'checkpoints' / '1').is_dir() and not (copy / 'damaged').exists()
 
 
+def test_a_resumed_run_keeps_the_checkpoints_of_saved_minibatches(tmp_path, monkeypatch):
+    """Without the flag, too: the files are there."""
+    kept = []
+
+    class Recorder:
+        def __init__(self, workdir, keep, config, also, origins):
+            kept.extend(also)
+
+        def check(self):
+            pass
+
+    monkeypatch.setattr(train, 'Checkpoints', Recorder)
+    workdir = tmp_path / 'run'
+    (workdir / 'checkpoints' / '9').mkdir(parents=True)
+    (workdir / 'batches').mkdir()
+    for name in ('update_000004_1', 'update_000004_2', 'update_1000001_1', 'batch_000007'):
+        (workdir / 'batches' / f'{name}.npz').write_bytes(b'')
+    config = get_config('tiny', steps=20, checkpoint=dict(every=5))
+    (workdir / 'config.json').write_text('{}')
+    job = train.start(config, workdir, train.Watch(save_batches=(12,)))
+    job.lock.close()
+    assert job.resumed and sorted(kept) == [3, 11, 1000000]
+
+
 def test_steps_to_save_are_checked(tmp_path):
     assert train.steps_of(['1', '40']) == (1, 40)
     with pytest.raises(ValueError, match='--save_batches is 1,x; legal are RL steps, as 1,40'):
