@@ -125,6 +125,21 @@ def test_bands(folder):
         assert abs(p - 0.5) == pytest.approx(1.959964 * (p * (1 - p) / 100) ** 0.5)
 
 
+def test_lines_that_are_computed(folder):
+    """What is left of a step's time; ratios from their logarithms; medians, mirrored at the ends."""
+    run = runs.read(folder)
+    lines = {line.label: line.series.values for line in dashboard._seconds(run)}
+    assert list(lines) == [*runs.TIMES, 'other']
+    np.testing.assert_allclose(lines['other'], 5.0 - 4 * 1.0)
+    found = [(line.label, line.series.values[0]) for line in dashboard._ratios(run)]
+    named = [('99 % of tokens', 0.3), ('median of tokens', 0.0), ('1 % of tokens', -0.2)]
+    assert found == [(label, pytest.approx(np.exp(x))) for label, x in named]
+    values = np.random.default_rng(1).normal(size=9)
+    mirrored = [*values[2:0:-1], *values, *values[-2:-4:-1]]
+    want = [np.median(mirrored[i : i + 5]) for i in range(9)]
+    np.testing.assert_array_equal(dashboard.median(values, 5), want)
+
+
 def test_page_and_figure(folder, tmp_path):
     files = report.write(folder, out=tmp_path / 'out', more=['policy/frozen'])
     text = files.page.read_text()
