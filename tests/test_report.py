@@ -126,7 +126,7 @@ def test_bands(folder):
 
 
 def test_lines_that_are_computed(folder):
-    """What is left of a step's time; ratios from their logarithms; medians, mirrored at the ends."""
+    """What is left of a step's time; ratios of their logarithms; medians, mirrored at the ends."""
     run = runs.read(folder)
     lines = {line.label: line.series.values for line in dashboard._seconds(run)}
     assert list(lines) == [*runs.TIMES, 'other']
