@@ -103,8 +103,8 @@ def draw(
       prompt_width: longest prompt; in lock-step, the width that prompts are padded to.
       batch, engine: one of them.
       title: of a progress display, with the engine; '' for none.
-      on_error: 'raise' RowErrors for logits that are not finite, and for a prompt that can't be
-        used; or 'record' such answers as finished by ERROR, without marks.
+      on_error: 'raise' RowErrors for logits that are not finite, or 'record' such answers as
+        finished by ERROR, without marks. A prompt that can't be used raises either way.
       page: where verdicts are written down, and found again; None for nowhere.
     """
     if (batch is None) == (engine is None):

@@ -14,6 +14,7 @@ import numpy as np
 
 from policyopt.at_k import wilson
 from policyopt.runs import TIMES, Run, Series, smooth, width_of
+from policyopt.workdir import whole
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999')
 FEW = 12  # points that are shown as such
@@ -191,6 +192,7 @@ PANELS = (
             ('rollout/kept', 'filled'),
             ('truncated', 'cut off at the limit'),
             ('rollout/not_judged', 'without reward'),
+            ('rollout/not_sampled', 'not sampled'),
             ('skipped', 'updates skipped'),
         ),
         zero=True,
@@ -248,7 +250,8 @@ def draw(path: Path, runs: Sequence[Run], more: Sequence[str] = ()) -> bool:
         wspace=0.27,
         hspace=0.32,
     )
-    figure.savefig(path)
+    with whole(path) as partial:
+        figure.savefig(partial, format='png')
     return True
 
 
@@ -290,7 +293,7 @@ def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Run], width: int) -> Non
         axis.ticklabel_format(axis='y', scilimits=(-2, 5))
         axis.yaxis.get_offset_text().set_fontsize(7)
         if panel.zero:
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, (1 if panel.stacked else 1.04) * axis.get_ylim()[1])
     axis.set_title(title, fontsize=9)
     axis.set_ylabel(panel.unit, fontsize=8)
     axis.tick_params(which='both', labelsize=7)
@@ -356,7 +359,7 @@ def median(values: np.ndarray, width: int) -> np.ndarray:
 def _cut(axis: Any, totals: Sequence[np.ndarray]) -> str:
     """Cut the y axis where a few steps that compile dwarf the rest; says so for the title."""
     values = np.concatenate([np.asarray(t, float) for t in totals])
-    top = 1.4 * np.quantile(values, 0.9)
+    top = 1.4 * np.quantile(values, 0.9, method='lower')  # not towards the peak of few values
     if len(values) < 4 or values.max() <= top:
         return ''
     axis.set_ylim(0, top)
@@ -376,7 +379,7 @@ def _legend(figure: Any, runs: Sequence[Run], width: int) -> None:
         handles.append(Line2D([], [], color=grey, lw=1.5, label=label))
     handles.append(
         Patch(
-            color=grey, alpha=0.25, lw=0, label='band: 95 % interval, as if rows were independent'
+            color=grey, alpha=0.25, lw=0, label='band: 95 % interval of a value, rows independent'
         )
     )
     if len(runs) > 1:

@@ -29,6 +29,7 @@ from policyopt.recipe import Setup
 from policyopt.rewards import Judge, Page
 from policyopt.sampling import Finish, RowErrors, SamplingConfig
 from policyopt.sampling.config import check_config
+from policyopt.workdir import whole
 
 SUMMARY, SAMPLES, CURVE = 'evaluation.json', 'samples.jsonl', 'pass_at_k.png'
 
@@ -177,6 +178,7 @@ def run(job: Plan) -> Evaluated:
         prompt_width=max(len(item.ids) for item in items),
         engine=job.engine,
         title='answers',
+        on_error='record',
     )
     votes = [
         answers_lib.vote_classes(texts, right.tolist(), item.entry, score)
@@ -208,7 +210,7 @@ def _limited(items: Sequence[Item], limit: int | None) -> list[Item]:
 def describe(job: Plan, done: Evaluated) -> dict[str, Any]:
     """What evaluation.json holds; all but `timing` is the same for the same seed."""
     answers = done.answers
-    tokens = int(answers.tokens.sum())
+    tokens, lost = int(answers.tokens.sum()), answers.finish == Finish.ERROR
     return {
         'policy': done.policy.origin,
         'data': job.problems.title if job.problems else 'own',
@@ -222,7 +224,8 @@ def describe(job: Plan, done: Evaluated) -> dict[str, Any]:
             for task, figures in done.found.items()
         },
         'truncated': float((answers.finish == Finish.LENGTH).mean()),
-        'not_judged': float(np.isnan(answers.marks).mean()),
+        'not_sampled': float(lost.mean()),
+        'not_judged': float((np.isnan(answers.marks) & ~lost).mean()),
         'tokens': tokens,
         'timing': {'seconds': answers.seconds, 'tokens_per_second': tokens / answers.seconds},
     }
@@ -244,18 +247,21 @@ def show(job: Plan, done: Evaluated) -> None:
     print(
         f'{said["problems"]} problems x {said["samples"]} answers, '
         f'{said["tokens"] / done.answers.tokens.size:.1f} tokens each, {said["truncated"]:.1%} cut '
-        f'off at {job.sampling.max_new_tokens}, {said["not_judged"]:.1%} not judged; '
+        f'off at {job.sampling.max_new_tokens}, {said["not_judged"]:.1%} not judged, '
+        f'{said["not_sampled"]:.1%} not drawn (logits not finite); '
         f'{said["timing"]["tokens_per_second"]:,.0f} tokens/s, compilation included'
     )
 
 
 def write(job: Plan, done: Evaluated, out: Path) -> None:
-    """Write summary, samples and figure."""
-    out.mkdir(parents=True, exist_ok=True)
-    answers_lib.write_samples(out / SAMPLES, done.items, done.answers, done.votes)
+    """Write samples, figure and, where these are whole, the summary."""
+    with whole(out / SAMPLES) as partial:
+        answers_lib.write_samples(partial, done.items, done.answers, done.votes)
     title = f'{done.policy.origin["path"]}, {len(done.items)} problems'
     drawn = at_k.draw(out / CURVE, done.answers.correct, done.found['all'], job.seed, title)
-    (out / SUMMARY).write_text(json.dumps(describe(job, done), indent=2, default=str) + '\n')
+    text = json.dumps(describe(job, done), indent=2, default=str) + '\n'
+    with whole(out / SUMMARY) as partial:
+        partial.write_text(text, encoding='utf-8')
     print(f'results: {out}' + ('' if drawn else '; no figure, matplotlib is not installed'))
 
 
@@ -265,12 +271,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.what = options.what or options.workdir
     try:
         job = plan(options)
+        if job.out is not None:  # now, since what can't be written would be drawn for nothing
+            job.out.mkdir(parents=True, exist_ok=True)
         done = run(job)
         show(job, done)
         if job.out is not None:
             write(job, done, job.out)
     except KeyboardInterrupt:
-        print('interrupted; nothing is written', file=sys.stderr)
+        print('interrupted', file=sys.stderr)
         return 130
     except RowErrors as error:
         print(f'error: an answer could not be drawn: {error}', file=sys.stderr)

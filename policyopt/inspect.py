@@ -321,6 +321,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument('--json', action='store_true', help='print one JSON object instead')
     options = parser.parse_args(argv)
+    if options.row is not None and options.rows is not None:
+        parser.error('--rows has no effect on the rows that --row names: give one of them')
     for name, low, usual in (('rows', 0, 4), ('tokens', 1, 40)):
         value = getattr(options, name)
         if value is None:

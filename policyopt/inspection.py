@@ -28,6 +28,7 @@ from policyopt import (
     checkpoint,
     masked,
     microbatches,
+    policy,
     recipe,
     scoring,
     settings,
@@ -36,8 +37,8 @@ from policyopt import (
 )
 from policyopt import critic as critic_lib
 from policyopt.losses import compose
-from policyopt.peek import peek
 from policyopt.sampling import allowed_mask
+from policyopt.state import Both, TrainState, both_of
 from policyopt.types import Algorithm, Scores, Terms, TokenBatch
 from policyopt.updates import loss_inputs
 from policyopt.workdir import SETTINGS
@@ -170,22 +171,23 @@ def _scores(
     notes: list[str],
 ) -> tuple[Scores, LogProbs]:
     """Scores of the minibatch, and where logp_new comes from."""
-    found = None
-    try:
-        found = peek(workdir, origin.step - 1)
-    except checkpoint.CheckpointError as error:
-        notes.append(str(error))
-    scores, step = None, None
-    if found is not None:
-        step, trees = found
-        scores = rescored(setup, trees, batch)
-        if checkpoint.fingerprint(trees['params']) == origin.params:
-            return scores, _recomputed(step, scores, batch, recorded)
+    saved = policy.steps_of(workdir)
+    step = max((s for s in saved if s < origin.step), default=min(saved, default=None))
+    scores = None
+    if step is not None:
+        try:
+            state = jax.device_get(policy.read(workdir, setup, step))
+        except checkpoint.CheckpointError as error:
+            notes.append(f'the checkpoint of step {step} is not usable: {error}')
+        else:
+            scores = rescored(setup, state, batch)
+            if checkpoint.fingerprint(state.params) == origin.params:
+                return scores, _recomputed(step, scores, batch, recorded)
     kind, what = 'recorded', 'as recorded in the file'
     if recorded is None:
         kind, what = 'missing', 'none recorded'
         recorded = np.full(batch.mask.shape, np.nan, np.float32)
-    here = f'that of step {step} has others' if found else 'there is none'
+    here = f'that of step {step} has others' if scores else 'there is none to be used'
     why = f'no checkpoint holds the parameters that the update saw ({here})'
     if origin.params is None:
         why = 'which parameters the update saw is not known: later ones of its step moved them'
@@ -195,7 +197,8 @@ def _scores(
         if other:
             notes.append(f'{" and ".join(other)}: of the checkpoint of step {step}, not recorded')
         scores = dataclasses.replace(scores, logp_new=recorded)
-    return scores or Scores(logp_new=recorded), LogProbs(kind, step, None, text)
+        return scores, LogProbs(kind, step, None, text)
+    return Scores(logp_new=recorded), LogProbs(kind, None, None, text)
 
 
 def _recomputed(
@@ -214,12 +217,12 @@ def _recomputed(
     return LogProbs('recomputed', step, gap, text)
 
 
-def rescored(setup: recipe.Setup, trees: Mapping[str, Any], batch: TokenBatch) -> Scores:
+def rescored(setup: recipe.Setup, state: TrainState, batch: TokenBatch) -> Scores:
     """Scores [B,T] of a minibatch, as the run's learner computes them, in the run's microbatches.
 
     Args:
       setup: the run's.
-      trees: 'params' of the policy, and 'critic' of a critic's own trunk or None.
+      state: of its learner, with the parameters of the policy and of a critic's own trunk.
       batch: the minibatch.
     """
     c, model = setup.config, setup.model
@@ -230,11 +233,11 @@ def rescored(setup: recipe.Setup, trees: Mapping[str, Any], batch: TokenBatch) -
         allowed=allowed_mask(c.sampling, model.config.vocab_size),
     )
 
-    def look(trees: Mapping[str, Any], part: TokenBatch) -> Scores:
-        scores = score(trees['params'], part)
+    def look(params: Both, part: TokenBatch) -> Scores:
+        scores = score(params.policy, part)
         if setup.critic_model is None:
             return scores
-        values = critic_lib.batch_values(setup.critic_model, trees['critic'], part)
+        values = critic_lib.batch_values(setup.critic_model, params.critic, part)
         return dataclasses.replace(scores, values=values)
 
     rules = getattr(model, 'rules', sharding.DEFAULT_RULES)
@@ -242,7 +245,7 @@ def rescored(setup: recipe.Setup, trees: Mapping[str, Any], batch: TokenBatch) -
         run = microbatches.mapped(look, c.microbatches, rules)
     else:
         run = microbatches.bucket_mapped(look, c.length_buckets, rules)
-    return jax.device_get(run(dict(trees), batch))
+    return jax.device_get(run(both_of(state), batch))
 
 
 def _filled(

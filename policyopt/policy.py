@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from policyopt import checkpoint, checks, models, recipe
 from policyopt.checkpoint import CheckpointError, Checkpoints
 from policyopt.recipe import Setup
+from policyopt.state import TrainState
 from policyopt.workdir import SETTINGS
 
 Which = Literal['auto', 'ema', 'params']
@@ -111,9 +112,14 @@ def _look(path: Path) -> Source:
             raise ValueError('neither `algorithm` nor `model_type` is there')
     except (TypeError, ValueError) as error:
         raise ValueError(f'{file} is of no run and of no model: {error}') from error
-    folder = path / checkpoint.FOLDER
+    return Source(path, 'run', config, steps_of(path))
+
+
+def steps_of(workdir: Path) -> tuple[int, ...]:
+    """RL steps of a run that have a checkpoint, oldest first."""
+    folder = workdir / checkpoint.FOLDER
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    return Source(path, 'run', config, tuple(sorted(int(n) for n in names if n.isdigit())))
+    return tuple(sorted(int(name) for name in names if name.isdigit()))
 
 
 # ============================================================================ loading
@@ -145,17 +151,24 @@ def load(
     return Policy(setup.model, params, origin, setup)
 
 
-def _restore(source: Source, setup: Setup, step: int | None) -> tuple[int, Any]:
-    """Step and train state of a checkpoint, in host memory."""
-    wanted = _shapes(setup)
-    reader = _Reader(source.path)
+def _restore(source: Source, setup: Setup, step: int | None) -> tuple[int, TrainState]:
+    """Step and train state of the checkpoint asked for, or of the newest that is usable."""
+    for number in [step] if step is not None else reversed(source.steps):
+        try:
+            return number, read(source.path, setup, number)
+        except CheckpointError as error:
+            print(f'the checkpoint of step {number} is not usable: {error}', flush=True)
+    raise CheckpointError(f'no checkpoint of {source.path} is usable')
+
+
+def read(workdir: Path, setup: Setup, step: int) -> TrainState:
+    """Train state of one checkpoint of a run that may be going on, in host memory.
+
+    Raises CheckpointError where it can't be read, or isn't what was saved.
+    """
+    reader = _Reader(workdir)
     try:
-        for number in [step] if step is not None else reversed(source.steps):
-            try:
-                return number, reader.read(number, wanted)
-            except CheckpointError as error:
-                print(f'the checkpoint of step {number} is not usable: {error}', flush=True)
-        raise CheckpointError(f'no checkpoint of {source.path} is usable')
+        return reader.read(step, _shapes(setup))
     finally:
         reader.close()
 
@@ -193,7 +206,7 @@ class _Reader(Checkpoints):
             ),
         )
 
-    def read(self, step: int, wanted: Any) -> Any:
+    def read(self, step: int, wanted: Any) -> TrainState:
         """The train state of one checkpoint; CheckpointError where it isn't what was saved."""
         return self._read(step, self._meta(step), wanted)['train']
 

@@ -18,8 +18,7 @@ def parse(text: str) -> tuple[int, int]:
     Raises ValueError for anything else.
     """
     match = re.fullmatch(r'(\d+)(?::(\d+))?', text.strip())
-    first, last = (int(x) if x else 0 for x in match.groups()) if match else (0, 0)
-    last = last or first
+    first, last = (int(x or match[1]) for x in match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(
             f'--profile is {text!r}; legal is FIRST:LAST, RL steps counted from 1, such as 3:5, or '

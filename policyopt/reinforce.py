@@ -41,6 +41,7 @@ def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:
         for step in range(point.step + 1, c.steps + 1):
             if profile is not None:
                 profile.before(step, display.note)
+            compiles.take()  # of an evaluation or a save after the step before
             began = time.monotonic()
             done = rl_step(setup, loop, point, step)
             reference = point.reference and point.reference.update(step, done.state.params)

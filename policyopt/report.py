@@ -19,7 +19,7 @@ import numpy as np
 
 from policyopt import checks, dashboard, settings
 from policyopt.runs import Run, Series, read_all, smooth, width_of
-from policyopt.workdir import DASHBOARD, PAGE
+from policyopt.workdir import DASHBOARD, PAGE, whole
 
 COMPARED = 'comparison'  # name of figure and page of several runs
 SETTLED = 2  # steps that may compile after each start
@@ -106,7 +106,8 @@ def write(
     parts = comparison(runs, more) if compare else single(runs[0], more)
     picture = [f'![Dashboard]({figure.name})'] if drawn else []
     text = '\n\n'.join([*list(parts)[:1], *picture, *list(parts)[1:]])
-    page.write_text(text + '\n', encoding='utf-8')
+    with whole(page) as partial:
+        partial.write_text(text + '\n', encoding='utf-8')
     return Files(page, figure if drawn else None)
 
 
@@ -194,6 +195,7 @@ def unusual(run: Run) -> Iterator[str]:
 def _unusual(run: Run) -> Iterator[str]:
     for name, what in (
         ('skipped', 'updates were skipped, their loss or gradient not being finite'),
+        ('rollout/not_sampled', 'answers could not be drawn, their logits not being finite'),
         ('rollout/not_judged', 'answers got no reward: the judge failed on them'),
         ('ratio/nonfinite', 'log-ratios were not finite'),
         ('ratio/extreme', 'ratios were beyond exp(20)'),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,8 @@ _SAVE_BATCHES = flags.DEFINE_list(
     'save_batches',
     [],
     'RL steps, as 1,40, whose minibatches are saved for `python -m policyopt.inspect`, each with a '
-    'checkpoint of the step before that is kept. It changes nothing that the run computes.',
+    'checkpoint of the step before that is kept (none where checkpoint.every is 0). It changes '
+    'nothing that the run computes.',
 )
 _WRITERS = flags.DEFINE_list(
     'writers',
@@ -171,7 +173,7 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
                 workdir_lib.write_settings(workdir, text)
             checkpoints = None
             if c.checkpoint.every:
-                also = [step - 1 for step in watch.save_batches]
+                also = [step - 1 for step in (*watch.save_batches, *saved_steps(workdir))]
                 origins = setup.task.origins
                 checkpoints = Checkpoints(workdir, c.checkpoint.keep, c, also, origins)
             if resumed:
@@ -182,6 +184,13 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
         lock.close()
         raise
     return Job(setup, checkpoints, resumed, lock, config, watch)
+
+
+def saved_steps(workdir: Path) -> list[int]:
+    """RL steps whose minibatches the folder has, as of a run that was told to save them."""
+    names = [path.name for path in (workdir / 'batches').glob('update_*.npz')]
+    matches = [re.fullmatch(r'update_(\d+)_\d+\.npz', name) for name in names]
+    return sorted({int(match[1]) for match in matches if match})
 
 
 def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:

@@ -144,6 +144,18 @@ def position(records: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, which takes its place at the end; removed on errors."""
+    partial = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def drop_half_line(path: Path) -> None:
     """Cut off the line that a kill or a full disk left half written, if there is one."""
     if not path.is_file():

@@ -93,6 +93,31 @@ def test_logits_that_are_not_finite_end_the_evaluation():
         )
 
 
+def test_answers_that_can_not_be_drawn_count_as_wrong(finished_run, monkeypatch, capsys):  # noqa: F811
+    """As in the evaluations of a run, which would otherwise have a number that can't be had."""
+    load = policy.load
+
+    def broken(*arguments, **settings):
+        found = load(*arguments, **settings)
+        return found._replace(params=jax.tree.map(lambda x: x * jnp.nan, found.params))
+
+    monkeypatch.setattr(policy, 'load', broken)
+    job = evaluate.plan(options(finished_run, '--slots=16'))
+    done = evaluate.run(job)
+    said = evaluate.describe(job, done)
+    assert done.found['all']['avg@1'].value == 0 and (done.answers.finish == Finish.ERROR).all()
+    assert (said['not_sampled'], said['not_judged']) == (1, 0)
+    evaluate.show(job, done)
+    assert '100.0% not drawn' in capsys.readouterr().out
+
+
+def test_a_folder_that_can_not_be_made_is_refused_at_once(finished_run, tmp_path, capsys):  # noqa: F811
+    (tmp_path / 'file').write_text('')
+    with metrics.Compiles() as compiles:
+        assert evaluate.main([str(finished_run), f'--out={tmp_path}/file/out']) == 2
+    assert compiles.take() == 0 and 'Not a directory' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ('texts', 'right', 'expected'),
     [

@@ -335,6 +335,9 @@ def test_files_that_can_not_be_looked_at(run, tmp_path, capsys):
         assert error.count('\n') == 1
 
         assert re.search(message, error), error
+    with pytest.raises(SystemExit):
+        inspect.main([str(good), '--row=0', '--rows=3'])
+    assert '--rows has no effect on the rows that --row names' in capsys.readouterr().err
     cut.unlink()
     assert inspect.main([str(alone), f'--workdir={run}', '--rows=0']) == 0  # elsewhere, but its run
     (elsewhere / 'config.json').write_text('{"seed":')
@@ -349,10 +352,46 @@ def test_without_checkpoints_what_was_recorded_is_shown(run, tmp_path, capsys):
         shutil.copy(run / name, bare / name)
     found = as_json(capsys, bare / 'batches' / 'update_000002_1.npz')
     assert found['log_probs']['source'] == 'recorded'
-    assert '(there is none)' in found['log_probs']['text']
+    assert '(there is none to be used)' in found['log_probs']['text']
     assert found['notes'] == ['not recorded, and NaN here: values']
     shares = [t['share'] for row in found['detail'] for t in row['detail']]
     assert np.sum(shares) == pytest.approx(1)
+
+
+def test_a_damaged_checkpoint_is_not_believed(run, tmp_path, capsys):
+    """A note says so; standard output stays one JSON object; the folder is left as it is."""
+    copy = tmp_path / 'run'
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / 'checkpoints' / '1' / 'state')
+    found = as_json(capsys, copy / 'batches' / 'update_000002_1.npz')
+    assert found['log_probs']['source'] == 'recorded'
+    assert found['log_probs']['checkpoint'] is None
+    assert found['notes'][0].startswith('the checkpoint of step 1 is not usable: ')
+    assert (copy / 'checkpoints' / '1').is_dir() and not (copy / 'damaged').exists()
+
+
+def test_a_resumed_run_keeps_the_checkpoints_of_saved_minibatches(tmp_path, monkeypatch):
+    """Without the flag, too: the files are there."""
+    kept = []
+
+    class Recorder:
+        def __init__(self, workdir, keep, config, also, origins):
+            kept.extend(also)
+
+        def check(self):
+            pass
+
+    monkeypatch.setattr(train, 'Checkpoints', Recorder)
+    workdir = tmp_path / 'run'
+    (workdir / 'checkpoints' / '9').mkdir(parents=True)
+    (workdir / 'batches').mkdir()
+    for name in ('update_000004_1', 'update_000004_2', 'update_1000001_1', 'batch_000007'):
+        (workdir / 'batches' / f'{name}.npz').write_bytes(b'')
+    config = get_config('tiny', steps=20, checkpoint=dict(every=5))
+    (workdir / 'config.json').write_text('{}')
+    job = train.start(config, workdir, train.Watch(save_batches=(12,)))
+    job.lock.close()
+    assert job.resumed and sorted(kept) == [3, 11, 1000000]
 
 
 def test_steps_to_save_are_checked(tmp_path):

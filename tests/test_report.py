@@ -6,6 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 from matplotlib import image
+from matplotlib.figure import Figure
 
 from policyopt import dashboard, metrics, report, runs
 from policyopt.workdir import RECORDS, SAMPLES, SETTINGS, TIMINGS
@@ -38,6 +39,7 @@ def make_run(folder, seed=0, steps=STEPS, experts=True, changes=()):
                 'rollout/rows': 100.0,
                 'rollout/kept': 0.75 if step in (11, 12) else 1.0,
                 'rollout/not_judged': 0.0,
+                'rollout/not_sampled': 0.5 if step == 7 else 0.0,
                 'skipped': 0.25 if step == 9 else 0.0,
                 'length': 3.0 + rng.random(),
                 'kl_behavior/k3': 0.01 * rng.random(),
@@ -123,6 +125,21 @@ def test_bands(folder):
         assert abs(p - 0.5) == pytest.approx(1.959964 * (p * (1 - p) / 100) ** 0.5)
 
 
+def test_lines_that_are_computed(folder):
+    """What is left of a step's time; ratios of their logarithms; medians, mirrored at the ends."""
+    run = runs.read(folder)
+    lines = {line.label: line.series.values for line in dashboard._seconds(run)}
+    assert list(lines) == [*runs.TIMES, 'other']
+    np.testing.assert_allclose(lines['other'], 5.0 - 4 * 1.0)
+    found = [(line.label, line.series.values[0]) for line in dashboard._ratios(run)]
+    named = [('99 % of tokens', 0.3), ('median of tokens', 0.0), ('1 % of tokens', -0.2)]
+    assert found == [(label, pytest.approx(np.exp(x))) for label, x in named]
+    values = np.random.default_rng(1).normal(size=9)
+    mirrored = [*values[2:0:-1], *values, *values[-2:-4:-1]]
+    want = [np.median(mirrored[i : i + 5]) for i in range(9)]
+    np.testing.assert_array_equal(dashboard.median(values, 5), want)
+
+
 def test_page_and_figure(folder, tmp_path):
     files = report.write(folder, out=tmp_path / 'out', more=['policy/frozen'])
     text = files.page.read_text()
@@ -142,10 +159,32 @@ def test_page_and_figure(folder, tmp_path):
     assert 'In 2 of 60 steps the batch was not filled (steps 11, 12; at worst 75.0%' in text
     assert 'not finite: `grad_norm`' in text and 'at step 30: a shape changed' in text
     assert 'got no reward' not in text
+    assert 'In 1 of 60 steps answers could not be drawn' in text and '(step 7; up to 50.0%' in text
     assert '- `configs/gspo.py`, with `steps = 60`' in text
     assert '| 1\\|2= | 3 | 0 ✗ | 60 ✓ |' in text
     pixels = image.imread(files.figure)
     assert pixels.shape[0] > 600 and pixels.shape[1] > 1200 and pixels.std() > 0.04
+
+
+def test_a_page_that_can_not_be_written_leaves_the_old_one(folder, tmp_path, monkeypatch):
+    (tmp_path / 'report.md').write_text('old')
+
+    def fail(self, text, **settings):
+        open(self, 'w').close()
+        raise OSError('no space left')
+
+    monkeypatch.setattr(pathlib.Path, 'write_text', fail)
+    with pytest.raises(OSError, match='no space'):
+        report.write(folder, out=tmp_path)
+    assert (tmp_path / 'report.md').read_text() == 'old'
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['dashboard.png', 'report.md']
+
+
+def test_few_steps_are_not_dwarfed_by_the_first():
+    """The axis of times ends at what most steps take, however few they are."""
+    axis = Figure().subplots()
+    assert dashboard._cut(axis, [np.array([117.0, 0.4, 0.5, 0.4, 0.4, 0.2, 0.1])]) != ''
+    assert axis.get_ylim() == (0, pytest.approx(0.7))
 
 
 def test_comparison(folder, tmp_path):

@@ -194,6 +194,17 @@ def test_records_are_cut_to_what_the_checkpoint_knows(tmp_path):
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
+    ('text', 'whole'), [('a\nb\nc', 'a\nb\n'), ('a\n', 'a\n'), ('abc', ''), ('', '')]
+)
+def test_half_a_line_is_cut_off(text, whole, tmp_path):
+    (tmp_path / 'file').write_text(text)
+    workdir_lib.drop_half_line(tmp_path / 'file')
+    assert (tmp_path / 'file').read_text() == whole
+    workdir_lib.drop_half_line(tmp_path / 'nothing')
+    assert not (tmp_path / 'nothing').exists()
+
+
+@pytest.mark.parametrize(
     ('code', 'advice'),
     [
         (errno.EACCES, 'the folder is not writable'),

@@ -151,7 +151,7 @@ def test_steps_to_profile(text, steps):
     assert profiling.parse(text) == steps
 
 
-@pytest.mark.parametrize('text', ['5:3', '0:2', 'a', '3:', '', '3-5', '-1'])
+@pytest.mark.parametrize('text', ['5:3', '3:0', '0:2', 'a', '3:', '', '3-5', '-1'])
 def test_steps_that_can_not_be_profiled(text):
     with pytest.raises(ValueError, match='legal is FIRST:LAST'):
         profiling.parse(text)
