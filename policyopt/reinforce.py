@@ -239,6 +239,7 @@ def pretrain_values(
     explained: list[float] = []
     with metrics.Display('value pretraining', stop.max_steps) as display:
         while not (losses and stop(losses, explained)):
+            loop.stop.check()
             step = len(losses) + 1
             key = jax.random.fold_in(jax.random.fold_in(state.key, 0), step)
             collected = loop.collect(

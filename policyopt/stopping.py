@@ -32,11 +32,19 @@ class Stop:
         del number, frame
         self.asked = True
         if not self._patient:
-            print(
-                'SIGTERM: stopped; the same command goes on from a checkpoint, or starts over',
-                flush=True,
-            )
-            raise SystemExit(0)
+            self._leave()
+
+    def check(self) -> None:
+        """Leave where a SIGTERM has come: what it raised is lost where it hit a finaliser."""
+        if self.asked:
+            self._leave()
+
+    def _leave(self) -> None:
+        print(
+            'SIGTERM: stopped; the same command goes on from a checkpoint, or starts over',
+            flush=True,
+        )
+        raise SystemExit(0)
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:

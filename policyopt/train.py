@@ -245,7 +245,7 @@ def from_the_start(setup: Setup, loop: Loop) -> Point:
         f'{setup.config.algorithm}: {size:,} parameters, {len(setup.task.train):,} problems to '
         f'train on, {len(setup.task.held_out)} held out, on {layout.words(setup.mesh)}'
     )
-    params, warm_steps = warm_start.warm_start(setup, params, loop.records)
+    params, warm_steps = warm_start.warm_start(setup, params, loop.records, loop.stop)
     before = record_accuracy(setup, params, loop, 0)
     print(f'warm start of {warm_steps} steps; held-out accuracy before RL: {before}', flush=True)
     point = loop_lib.new_point(setup, loop, params, before, warm_steps)

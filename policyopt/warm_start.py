@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policyopt import data, evaluate, losses, metrics
+from policyopt import data, evaluate, losses, metrics, stopping
 from policyopt import learner as learner_lib
 from policyopt.recipe import Setup
 from policyopt.types import Algorithm, Estimates
@@ -22,7 +22,7 @@ def imitation() -> Algorithm:
     )
 
 
-def warm_start(setup: Setup, params: Any, records: Path) -> tuple[Any, int]:
+def warm_start(setup: Setup, params: Any, records: Path, stop: stopping.Stop) -> tuple[Any, int]:
     """Imitate until the held-out accuracy is in the window of the config: (params, steps).
 
     Raises ValueError where it isn't within `max_steps`, with the accuracy reached.
@@ -42,6 +42,7 @@ def warm_start(setup: Setup, params: Any, records: Path) -> tuple[Any, int]:
     source = data.batches(setup.task.train, c.batch, setup.config.seed)
     with metrics.Display('warm start', c.max_steps, at_most=True) as display:
         for step in range(1, c.max_steps + 1):
+            stop.check()
             batch = data.supervised(next(source), setup.model.tokenizer, setup.width)
             state, found, _ = learner.update(state, batch)
             if step % c.every and step < c.max_steps:

@@ -101,15 +101,6 @@ def moody():
     return reward
 
 
-def chancy():
-    """A reward by chance."""
-
-    def reward(text, tokens, example):
-        return Verdict(int.from_bytes(os.urandom(2), 'big') / 65536, 'drawn')
-
-    return reward
-
-
 def broken():
     """A reward that loads in no other process than the one that trains."""
     if 'jax' not in sys.modules:

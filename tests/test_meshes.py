@@ -21,6 +21,7 @@ from policyopt import (
     models,
     recipe,
     reinforce,
+    rewards,
     sharding,
     stopping,
     train,
@@ -55,9 +56,9 @@ MESHES = (
 )
 
 
-def judge(answers, entries):
+def odd(text, tokens, example):
     """Something to learn for a policy that knows nothing: answers of odd length."""
-    return np.array([len(answer) % 2 for answer in answers], np.float32)
+    return rewards.Verdict(float(len(text) % 2), 'length')
 
 
 def config_of(mesh, **changes):
@@ -77,7 +78,7 @@ def config_of(mesh, **changes):
 
 
 def prepared(mesh, **changes):
-    return recipe.prepare(config_of(mesh, **changes))._replace(judge=judge)
+    return recipe.prepare(config_of(mesh, **changes))._replace(judge=rewards.Local(odd))
 
 
 def make_loop(setup, tmp_path):
@@ -248,7 +249,7 @@ def test_the_cache_is_split_in_the_samplers(mesh, rows):
 
 def train_on(mesh, workdir, **changes):
     job = train.start(config_of(mesh, **changes), workdir)
-    return train.run(job._replace(setup=job.setup._replace(judge=judge)), workdir)
+    return train.run(job._replace(setup=job.setup._replace(judge=rewards.Local(odd))), workdir)
 
 
 def arrays_of(workdir, step):

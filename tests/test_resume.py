@@ -476,7 +476,6 @@ def get_config(argument=None):
     c.evaluation.every = 5
     c.checkpoint.update(every=1, keep=2)
     {more}
-    c.reward, c.reward_kw = 'tests.reward_functions.chancy', {{}}
     c.judge = dict(workers=2)
     return c
 """
