@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,10 @@ from policyopt.rewards.sandbox import (
     CODE_RAISED,
     CODE_TIMED_OUT,
     Call,
+    Clock,
     CodeError,
     Limits,
     SandboxError,
-    remaining,
 )
 
 PROCESSES, FILES, FILE_SIZE = 16, 64, 16 * 2**20
@@ -57,7 +56,7 @@ class Bubblewrap:
             )
         try:
             self._filter = seccomp.program()
-            with self.program('def f(): return 1', 'f', time.monotonic() + _START) as call:
+            with self.program('def f(): return 1', 'f', Clock(_START)) as call:
                 if call((), {}) != 1:
                     raise SandboxError('it does not compute')
         except (CodeError, SandboxError, ValueError) as error:
@@ -67,9 +66,9 @@ class Bubblewrap:
             ) from error
 
     @contextlib.contextmanager
-    def program(self, source: str, function: str, deadline: float) -> Iterator[Call]:
+    def program(self, source: str, function: str, clock: Clock) -> Iterator[Call]:
         """See `Sandbox`."""
-        with self._started(deadline) as process:
+        with self._started(clock) as process:
             _value(process.ask({'kind': 'program', 'source': source}))
 
             def call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -77,9 +76,9 @@ class Bubblewrap:
 
             yield call
 
-    def script(self, source: str, stdin: str, deadline: float) -> str:
+    def script(self, source: str, stdin: str, clock: Clock) -> str:
         """See `Sandbox`."""
-        with _sealed(stdin.encode()) as given, self._started(deadline, given) as process:
+        with _sealed(stdin.encode()) as given, self._started(clock, given) as process:
             process.say({'kind': 'script', 'source': source})
             text = process.printed()
         try:
@@ -87,9 +86,9 @@ class Bubblewrap:
         except UnicodeDecodeError as error:
             raise CodeError(CODE_RAISED, 'it printed no UTF-8') from error
 
-    def check(self, source: str, call: Call, deadline: float) -> bool:
+    def check(self, source: str, call: Call, clock: Clock) -> bool:
         """See `Sandbox`."""
-        with self._started(deadline) as process:
+        with self._started(clock) as process:
             said = process.ask({'kind': 'check', 'source': source})
             while 'call' in said:
                 args, kwargs = runner.decode(said['call'])
@@ -103,7 +102,7 @@ class Bubblewrap:
             return 'value' in said
 
     @contextlib.contextmanager
-    def _started(self, deadline: float, stdin: Any = subprocess.DEVNULL) -> Iterator[_Process]:
+    def _started(self, clock: Clock, stdin: Any = subprocess.DEVNULL) -> Iterator[_Process]:
         ours, theirs = socket.socketpair()
         with ours, theirs, _sealed(self._filter) as rules, tempfile.TemporaryFile() as errors:
             command = self._command(theirs.fileno(), rules)
@@ -120,9 +119,11 @@ class Bubblewrap:
             except OSError as error:
                 raise SandboxError(f'bubblewrap did not start: {error}') from error
             theirs.close()
-            process = _Process(child, ours, deadline, self._limits.output * 1024)
+            process = _Process(child, ours, Clock(_START), self._limits.output * 1024)
             try:
-                process.wait_until_ready(errors)
+                with clock.paused():
+                    process.wait_until_ready(errors)
+                process.clock = clock
                 yield process
             finally:
                 child.kill()  # the first process in its namespace dies with it, and takes the rest
@@ -204,14 +205,13 @@ def _sealed(data: bytes) -> Iterator[int]:
 class _Process:
     """A runner in its sandbox, as seen from here; nothing that it says is trusted."""
 
-    def __init__(self, child: Any, channel: socket.socket, deadline: float, limit: int):
+    def __init__(self, child: Any, channel: socket.socket, clock: Clock, limit: int):
         self._child, self._channel = child, channel
-        self._deadline, self._limit = deadline, limit
+        self.clock, self._limit = clock, limit
         self._read = bytearray()
 
     def wait_until_ready(self, errors: Any) -> None:
         """Until it has given up its rights; no code that could lie was run before."""
-        deadline, self._deadline = self._deadline, time.monotonic() + _START
         try:
             if self._line() != b'"ready"':
                 raise SandboxError('the runner did not start')
@@ -220,11 +220,10 @@ class _Process:
             said = errors.read(2000).decode(errors='replace').strip().splitlines()
             why = said[-1] if said else error
             raise SandboxError(f'bubblewrap: {why}') from error
-        self._deadline = deadline
 
     def say(self, values: Any) -> None:
         """Send a line."""
-        self._channel.settimeout(remaining(self._deadline))
+        self._channel.settimeout(self.clock.left())
         try:
             self._channel.sendall(json.dumps(values).encode() + b'\n')
         except TimeoutError:
@@ -247,7 +246,7 @@ class _Process:
         """All that it prints until it ends, which must be by itself and without an error."""
         found = bytearray()
         while True:
-            ready, _, _ = select.select([self._child.stdout], [], [], remaining(self._deadline))
+            ready, _, _ = select.select([self._child.stdout], [], [], self.clock.left())
             part = os.read(self._child.stdout.fileno(), 1 << 16) if ready else None
             if part == b'':
                 break
@@ -255,7 +254,7 @@ class _Process:
             if len(found) > self._limit:
                 raise CodeError(CODE_OUTPUT)
         try:
-            status = self._child.wait(remaining(self._deadline))
+            status = self._child.wait(self.clock.left())
         except subprocess.TimeoutExpired:
             raise CodeError(CODE_TIMED_OUT) from None
         if status:
@@ -264,7 +263,7 @@ class _Process:
 
     def _line(self) -> bytes:
         while b'\n' not in self._read:
-            self._channel.settimeout(remaining(self._deadline))
+            self._channel.settimeout(self.clock.left())
             try:
                 part = self._channel.recv(1 << 16)
             except TimeoutError:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from policyopt import checks
 from policyopt.rewards.combine import check_values
 from policyopt.rewards.formats import after_thought
-from policyopt.rewards.sandbox import CodeError, Limits, Sandbox, SandboxError, make
+from policyopt.rewards.sandbox import Clock, CodeError, Limits, Sandbox, SandboxError, make
 from policyopt.rewards.verdict import RAISED, Reward, Score, Verdict, fault
 
 NO_CODE, WRONG, NO_TESTS = 'no_code', 'wrong_result', 'no_tests'
@@ -159,8 +159,8 @@ def run_tests(sandbox: Sandbox, limits: Limits, source: str, tests: Tests, every
 
     Raises SandboxError where the sandbox fails, or the example's own check can't run in it.
     """
-    deadline = limits.deadline()
-    outcomes = _OUTCOMES[tests.kind](sandbox, source, tests, deadline)
+    clock = Clock(limits.timeout)
+    outcomes = _OUTCOMES[tests.kind](sandbox, source, tests, clock)
     passed, failure = 0, ''
     try:
         for i, ok in enumerate(outcomes, 1):
@@ -182,10 +182,10 @@ def _failure(error: CodeError) -> str:
     return f'{error.kind}: {error.detail[:120]}' if error.detail else error.kind
 
 
-def _cases(sandbox: Sandbox, source: str, tests: Tests, deadline: float) -> Iterable[str | None]:
+def _cases(sandbox: Sandbox, source: str, tests: Tests, clock: Clock) -> Iterable[str | None]:
     done = 0
     try:
-        with sandbox.program(source, tests.function, deadline) as call:
+        with sandbox.program(source, tests.function, clock) as call:
             for args, expected in tests.tests:
                 try:
                     found = call(args, {})
@@ -201,21 +201,21 @@ def _cases(sandbox: Sandbox, source: str, tests: Tests, deadline: float) -> Iter
             yield _failure(error)
 
 
-def _stdio(sandbox: Sandbox, source: str, tests: Tests, deadline: float) -> Iterable[str | None]:
+def _stdio(sandbox: Sandbox, source: str, tests: Tests, clock: Clock) -> Iterable[str | None]:
     for given, expected in tests.tests:
         try:
-            found = sandbox.script(source, given, deadline)
+            found = sandbox.script(source, given, clock)
         except CodeError as error:
             yield _failure(error)
         else:
             yield None if same_output(expected, found) else WRONG
 
 
-def _check(sandbox: Sandbox, source: str, tests: Tests, deadline: float) -> Iterable[str | None]:
+def _check(sandbox: Sandbox, source: str, tests: Tests, clock: Clock) -> Iterable[str | None]:
     check = f'{tests.before}\n\n{tests.tests[0]}\n\ncheck(candidate)\n'
     raised: list[CodeError] = []
     try:
-        with sandbox.program(source, tests.function, deadline) as call:
+        with sandbox.program(source, tests.function, clock) as call:
 
             def kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 try:
@@ -224,7 +224,7 @@ def _check(sandbox: Sandbox, source: str, tests: Tests, deadline: float) -> Iter
                     raised.append(error)
                     raise
 
-            passed = sandbox.check(check, kept, deadline)
+            passed = sandbox.check(check, kept, clock)
     except CodeError as error:
         yield _failure(error)
     else:

@@ -24,10 +24,10 @@ from policyopt.rewards.sandbox import (
     CODE_TIMED_OUT,
     UNSUPPORTED,
     Call,
+    Clock,
     CodeError,
     Limits,
     SandboxError,
-    remaining,
 )
 
 _CALLS = 100_000  # of input() or candidate(), in one run
@@ -69,22 +69,22 @@ class MontySandbox:
         self._monty = pydantic_monty
 
     @contextlib.contextmanager
-    def program(self, source: str, function: str, deadline: float) -> Iterator[Call]:
+    def program(self, source: str, function: str, clock: Clock) -> Iterator[Call]:
         """See `Sandbox`."""
-        with self._session(deadline) as session:
+        with self._session(clock) as session:
             out = self._monty.CollectString(self._limits.output * 1024)
-            self._run(session, source, deadline, print_callback=out)
+            self._run(session, source, clock, print_callback=out)
 
             def call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 given = {'_given_args': list(args), '_given_kwargs': dict(kwargs)}
                 line = f'{function}(*_given_args, **_given_kwargs)'
                 out = self._monty.CollectString(self._limits.output * 1024)
-                found = self._run(session, line, deadline, inputs=given, print_callback=out)
+                found = self._run(session, line, clock, inputs=given, print_callback=out)
                 return _plain(found, self._limits.output * 1024)
 
             yield call
 
-    def script(self, source: str, stdin: str, deadline: float) -> str:
+    def script(self, source: str, stdin: str, clock: Clock) -> str:
         """See `Sandbox`; the input is read by `input()` alone."""
         lines = iter(stdin.split('\n') if not stdin.endswith('\n') else stdin[:-1].split('\n'))
         out = self._monty.CollectString(self._limits.output * 1024)
@@ -94,18 +94,18 @@ class MontySandbox:
                 return line
             raise EOFError('EOF when reading a line')
 
-        with self._session(deadline) as session:
+        with self._session(clock) as session:
             given = {'input': read}
-            self._run(session, source, deadline, external_lookup=given, print_callback=out)
+            self._run(session, source, clock, external_lookup=given, print_callback=out)
         return out.output
 
-    def check(self, source: str, call: Call, deadline: float) -> bool:
+    def check(self, source: str, call: Call, clock: Clock) -> bool:
         """See `Sandbox`."""
         failed: list[CodeError] = []
 
         def candidate(*args: Any, **kwargs: Any) -> Any:
             try:
-                remaining(deadline)
+                clock.left()
                 return call(args, kwargs)
             except CodeError as error:
                 if error.error is None:
@@ -115,9 +115,9 @@ class MontySandbox:
 
         given = {'candidate': candidate}
         out = self._monty.CollectString(None)
-        with self._session(deadline) as session:
+        with self._session(clock) as session:
             try:
-                self._run(session, source, deadline, external_lookup=given, print_callback=out)
+                self._run(session, source, clock, external_lookup=given, print_callback=out)
             except CodeError as error:
                 if error.kind not in (CODE_RAISED, UNSUPPORTED) and not failed:
                     raise
@@ -131,17 +131,17 @@ class MontySandbox:
         return passed
 
     @contextlib.contextmanager
-    def _session(self, deadline: float) -> Iterator[Any]:
+    def _session(self, clock: Clock) -> Iterator[Any]:
         limits = {
-            'max_feed_duration_secs': remaining(deadline),
+            'max_feed_duration_secs': clock.left(),
             'max_memory': self._limits.memory * 2**20,
             'max_suspensions': _CALLS,
         }
         with contextlib.ExitStack() as stack:
             try:
-                session = stack.enter_context(
-                    self._here().checkout(limits=limits, os_policy=_POLICY)
-                )
+                with clock.paused():
+                    session = self._here().checkout(limits=limits, os_policy=_POLICY)
+                    stack.enter_context(session)
             except (self._monty.MontyError, OSError, TimeoutError) as error:
                 raise SandboxError(f'pydantic-monty: {error}') from error
             yield session
@@ -159,9 +159,9 @@ class MontySandbox:
             self._pool = os.getpid(), pool.__enter__()
         return self._pool[1]
 
-    def _run(self, session: Any, source: str, deadline: float, **given: Any) -> Any:
+    def _run(self, session: Any, source: str, clock: Clock, **given: Any) -> Any:
         monty = self._monty
-        remaining(deadline)
+        clock.left()
         try:
             return session.feed_run(source, **given)
         except monty.MontyCrashedError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from policyopt import checks
@@ -54,17 +54,28 @@ class Limits:
         checks.number('memory', self.memory, 32)
         checks.number('output', self.output, 1)
 
-    def deadline(self) -> float:
-        """When an answer that is begun now is late, by time.monotonic."""
-        return time.monotonic() + self.timeout
 
+class Clock:
+    """Time of an answer: seconds by the clock, from now on, but for those that start a sandbox."""
 
-def remaining(deadline: float) -> float:
-    """Seconds left; CodeError where there are none."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise CodeError(CODE_TIMED_OUT)
-    return left
+    def __init__(self, seconds: float):
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds left; CodeError where there are none."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise CodeError(CODE_TIMED_OUT)
+        return left
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done meanwhile costs no time."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._end += time.monotonic() - begun
 
 
 # (args, kwargs) -> what the function returned; raises CodeError.
@@ -75,16 +86,16 @@ class Sandbox(Protocol):
     """Runs code apart from everything; raises CodeError, or SandboxError where it can't."""
 
     def program(
-        self, source: str, function: str, deadline: float
+        self, source: str, function: str, clock: Clock
     ) -> contextlib.AbstractContextManager[Call]:
         """Run the code, then its function on each call; what it prints goes nowhere."""
         ...
 
-    def script(self, source: str, stdin: str, deadline: float) -> str:
+    def script(self, source: str, stdin: str, clock: Clock) -> str:
         """Run the code as a program by itself, on that input; returns what it printed."""
         ...
 
-    def check(self, source: str, call: Call, deadline: float) -> bool:
+    def check(self, source: str, call: Call, clock: Clock) -> bool:
         """Run a dataset's own check, in which `candidate` is `call`; whether it raised nothing."""
         ...
 
