@@ -114,9 +114,8 @@ def same(expected: Any, found: Any) -> bool:
         except OverflowError:  # an int that is no float
             return False
     if isinstance(found, set | frozenset) and isinstance(expected, list | tuple):
-        return len(expected) == len(found) and all(
-            not isinstance(v, list | dict) and v in found for v in expected
-        )
+        scalar = not any(isinstance(v, list | dict) for v in expected)
+        return scalar and len(expected) == len(found) and set(expected) == found
     if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
         return len(expected) == len(found) and all(map(same, expected, found))
     if isinstance(expected, dict) and isinstance(found, dict):
@@ -294,7 +293,7 @@ def code_tests(
     return reward
 
 
-def tests_passed(
+def code_score(
     sandbox: Literal['monty', 'bwrap'] = 'monty', timeout: float = 3.0, memory: int = 256
 ) -> Score:
     """The scorer of problems with unit tests: the share that passes, 1 for all of them.
