@@ -7,7 +7,7 @@ import pytest
 
 from policyopt import rewards
 from policyopt.rewards import Case, Spec, Workers
-from policyopt.rewards.code import code_in, read_tests, same, source_of, code_score
+from policyopt.rewards.code import code_in, code_score, read_tests, same, source_of
 from policyopt.rewards.runner import decode, encode
 
 SANDBOXES = ('monty', *(('bwrap',) if shutil.which('bwrap') else ()))
