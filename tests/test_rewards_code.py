@@ -79,7 +79,7 @@ CHECK = {
     'check': """
 def check(candidate):
     for i in range(3):
-        assert half(candidate(i)) == i
+        assert half(candidate(i)) == i and scale(i) == 2 * i
     assert candidate((1, 2)) == (1, 2, 1, 2)
     try:
         candidate(None)

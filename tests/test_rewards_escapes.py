@@ -15,7 +15,7 @@ from policyopt import rewards
 from tests.escapes import ESCAPES, HEAD, HUNTS
 
 SANDBOXES = ('monty', *(('bwrap',) if shutil.which('bwrap') else ()))
-TIMEOUT = 1.0
+TIMEOUT = 0.7
 HONEST = {'tests': {'function': 'f', 'cases': [[[3], 4], [[-1], 0]]}}
 SECRET = 'fr7Qm2-xw81'
 

@@ -211,7 +211,9 @@ def _stdio(sandbox: Sandbox, source: str, tests: Tests, clock: Clock) -> Iterabl
 
 
 def _check(sandbox: Sandbox, source: str, tests: Tests, clock: Clock) -> Iterable[str | None]:
-    check = f'{tests.before}\n\n{tests.tests[0]}\n\ncheck(candidate)\n'
+    # Some checks call the function by its own name.
+    name = f'\n\n{tests.function} = candidate\n'
+    check = f'{tests.before}{name}{tests.tests[0]}\n\ncheck(candidate)\n'
     raised: list[CodeError] = []
     try:
         with sandbox.program(source, tests.function, clock) as call:

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import importlib.util
 import os
+import string
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,12 @@ _POLICY = {
     'datetime': datetime.datetime(2000, 1, 1),
     'sleep': 'zero',
     'random_start': {'seed': 0},
+}
+# The part of `string` that is data; monty has none of it.
+_STRING = {
+    name: value
+    for name, value in vars(string).items()
+    if type(value) is str and not name.startswith('_')
 }
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -140,7 +147,10 @@ class MontySandbox:
         with contextlib.ExitStack() as stack:
             try:
                 with clock.paused():
-                    session = self._here().checkout(limits=limits, os_policy=_POLICY)
+                    modules = {'string': self._monty.ExternalModule(_STRING)}
+                    session = self._here().checkout(
+                        limits=limits, os_policy=_POLICY, external_modules=modules
+                    )
                     stack.enter_context(session)
             except (self._monty.MontyError, OSError, TimeoutError) as error:
                 raise SandboxError(f'pydantic-monty: {error}') from error
