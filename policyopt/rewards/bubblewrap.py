@@ -36,7 +36,7 @@ from policyopt.rewards.sandbox import (
 )
 
 PROCESSES, FILES, FILE_SIZE = 16, 64, 16 * 2**20
-_START = 10.0  # seconds that starting may take
+_START = 30.0  # seconds that starting may take; namespaces take long on a busy machine
 _ENVIRONMENT = {'HOME': '/tmp', 'LANG': 'C.UTF-8', 'PATH': '/usr/bin', 'PYTHONHASHSEED': '0'}
 
 
