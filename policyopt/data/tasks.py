@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from policyopt import checks
-from policyopt.data import gym, jsonl
+from policyopt.data import gym, jsonl, published
 from policyopt.data.pipeline import Mixture
 from policyopt.data.rows import BadRow, Row, report
 from policyopt.rewards.scorers import by_task, exact_match
-from policyopt.rewards.spec import Spec
+from policyopt.rewards.spec import Spec, build
 from policyopt.types import TokenBatch
 
 
@@ -30,7 +30,7 @@ class Encoder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """Which problems there are: of a reasoning-gym dataset, or of a file.
+    """Which problems there are: of a reasoning-gym dataset, a published one, or a file.
 
     Attributes:
       name: a reasoning-gym dataset, such as chain_sum.
@@ -42,8 +42,12 @@ class TaskConfig:
       seed: seed of the generator.
       form: of the prompt; `compact` is `a+b=`, for two-operand arithmetic alone, and `full` is the
         question itself.
+      dataset: a published dataset to read instead, human_eval, champ or gsm8k; then name, size,
+        seed and form say nothing and must be left alone, and kw may have `template`, a text around
+        {question}, for gsm8k `split` (train or test), and for human_eval `sandbox`, `timeout` and
+        `memory` of `rewards.code_tests`.
       file: a JSONL file of {"prompt": ..., "answer": ...} to read instead; then name, kw, size,
-        seed and form say nothing and must be left alone.
+        seed and form say nothing and must be left alone. Beside `dataset`, a copy of its own file.
       on_bad_row: `error` for a row that is no problem (a field missing or of a wrong type, an empty
         or too long prompt, invalid UTF-8 or JSON, characters that the tokenizer lacks), or `skip`,
         with a warning that counts them and shows the first.
@@ -60,6 +64,7 @@ class TaskConfig:
     prompt_width: int = 8
     seed: int = 0
     form: Literal['compact', 'full'] = 'compact'
+    dataset: str = ''
     file: str = ''
     on_bad_row: Literal['error', 'skip'] = 'error'
     weight: float = 1.0
@@ -73,19 +78,24 @@ class TaskConfig:
             raise ValueError(f'task.weight is {self.weight}; legal is a finite number above 0')
         checks.one_of('task.form', self.form, ('compact', 'full'))
         checks.one_of('task.on_bad_row', self.on_bad_row, ('error', 'skip'))
-        if self.file:
+        if self.dataset:
+            published.check(self.dataset, self.kw)
+        if self.file or self.dataset:
+            other = 'dataset' if self.dataset else 'file'
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
                 if field.name in ('name', 'size', 'seed', 'form') and value != field.default:
                     raise ValueError(
-                        f'task.{field.name} is {value!r} beside task.file; a file has none'
+                        f'task.{field.name} is {value!r} beside task.{other}; a {other} has none'
                     )
-            if self.kw:
+            if self.kw and not self.dataset:
                 raise ValueError(f'task.kw is {dict(self.kw)} beside task.file; a file has none')
 
     @property
     def title(self) -> str:
-        """What the task is called where no name is given: the file's stem, or the dataset."""
+        """What the task is called where no name is given: the dataset, or the file's stem."""
+        if self.dataset:
+            return self.dataset
         return pathlib.Path(self.file).stem if self.file else self.name
 
 
@@ -183,7 +193,9 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         held_out_share=config.held_out_share, strict=config.on_bad_row == 'error'
     )
     common = dict(title=name, **key)
-    if config.file:
+    if config.dataset:
+        make, score, scorer = _open_published(field, config, common, key)
+    elif config.file:
         path = pathlib.Path(config.file).expanduser()
         digest = jsonl.digest(path)
         key |= dict(digest=digest)
@@ -215,6 +227,33 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
     )
 
 
+def _open_published(
+    field: str, config: TaskConfig, common: Mapping[str, Any], key: dict[str, Any]
+) -> tuple[Any, Any, Spec]:
+    """What makes the problems of a published dataset, and what judges answers to them."""
+    from policyopt.data import builders
+
+    path = published.file_of(config.dataset, config.file, field)
+    scorer = published.scorer(config.dataset, config.kw)
+    template = config.kw.get('template', '{question}')
+    key |= dict(dataset=config.dataset, template=template)
+    if path is not None:
+        key |= dict(digest=jsonl.digest(path))
+    if config.dataset == 'gsm8k':
+        from policyopt.data import gsm8k  # another half second
+
+        split = config.kw.get('split', 'train')
+        key |= dict(split=split)
+        make: Any = functools.partial(
+            gsm8k.Gsm8k, file=path, split=split, template=template, **common
+        )
+    else:
+        make = functools.partial(
+            builders.Published, dataset=config.dataset, file=path, kw=config.kw, **common
+        )
+    return make, build(scorer), scorer
+
+
 def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> Task:
     source = _open(field, name, config)
     splits: dict[str, list[Item]] = {}
@@ -244,7 +283,8 @@ def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> 
         shown = report(bad, count, source.where)
         warnings.warn(f'{name}: {count} bad rows of {count + total} skipped: {shown}', stacklevel=3)
     if len(splits['held_out']) < config.held_out or not splits['train']:
-        more = 'add rows' if config.file else f'raise {field}.size'
+        fixed = config.file or config.dataset
+        more = 'lower it, add rows' if fixed else f'raise {field}.size'
         raise ValueError(
             f'{field}.held_out is {config.held_out}, but of {total} distinct problems only '
             f'{len(splits["held_out"])} are on the held-out side and {len(splits["train"])} on the '

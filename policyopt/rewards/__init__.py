@@ -5,6 +5,7 @@ them, and compose them. Judges run them on answers as these are drawn. Nothing h
 processes that judge start quickly and stay small.
 """
 
+from policyopt.rewards.code import code_tests
 from policyopt.rewards.combine import all_of, gated, graded, weighted_sum
 from policyopt.rewards.formats import boxed, code_fence, overlong, think_block
 from policyopt.rewards.judge import Judge, JudgeConfig, Local, Remarks, Round, make_judge
@@ -37,6 +38,7 @@ __all__ = [
     'boxed',
     'build',
     'code_fence',
+    'code_tests',
     'dapo',
     'describe',
     'gated',

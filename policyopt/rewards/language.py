@@ -32,8 +32,9 @@ def language_consistency(to: str = '') -> Reward:
     Reasons: `ok`, `undecided` (1, too), `mixed`, `other_language`.
 
     Args:
-      to: ISO 639-1 code, such as 'fr', of the language to keep to; '' for that of
-        `example['prompt']`, or `example['question']`, and for any single one where that tells none.
+      to: ISO 639-1 code, such as 'fr', of the language to keep to; '' for the code in
+        `example['metadata']['language']`, else that of `example['prompt']`, or
+        `example['question']`, and for any single one where that tells none.
     """
     if importlib.util.find_spec('eldc') is None:
         raise ValueError(
@@ -54,7 +55,9 @@ def language_consistency(to: str = '') -> Reward:
         return {r.language for r in found if r.reliable and r.language != 'und'}
 
     def reward(text: str, tokens: Sequence[int], example: Mapping[str, Any]) -> Verdict:
-        wanted = {to} if to else languages(example.get('prompt', example.get('question', '')))
+        stated = to or example.get('metadata', {}).get('language')
+        prompt = example.get('prompt', example.get('question', ''))
+        wanted = {stated} if isinstance(stated, str) else languages(prompt)
         found = languages(text)
         if not found:
             return Verdict(1.0, 'undecided')
