@@ -26,9 +26,12 @@ def get_config(argument=None):
     A mixture of 8 experts, 2 for each token, imitates right answers until it gives 40 to 50 % of
     those it never saw, and then learns by GSPO from its own: groups of 8 answers, of which those
     with equal rewards are drawn anew, sampled from the nucleus of 95 % with support and routing
-    replayed. The clip range of .1 is calibrated for answers of 4 tokens: late in a run it clips
-    10 to 20 % of the wrong answers, where the published 3e-4 would clip half of all
+    replayed. The clip range of .1 is calibrated for answers of 4 tokens: at the end of a run it
+    clips a fifth of the wrong answers, where the published 3e-4 would clip seven tenths of all
     (`python -m policyopt.calibrate WORKDIR`).
+
+    About 5 minutes on one core. Ten seeds: held-out accuracy .40 to .47 before RL, .80 to .95 after
+    it, median .89.
 
     The argument is `algorithm=NAME` (any of policyopt.algorithms, or an import path) and
     `tiny=true` (two RL steps of a toy, in seconds, for tests), separated by commas.
