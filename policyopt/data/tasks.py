@@ -195,6 +195,7 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
     common = dict(title=name, **key)
     if config.dataset:
         make, score, scorer = _open_published(field, config, common, key)
+        origins = {f'{field}.dataset {config.dataset}': key.get('digest', 'as downloaded')}
     elif config.file:
         path = pathlib.Path(config.file).expanduser()
         digest = jsonl.digest(path)
