@@ -315,7 +315,8 @@ class Checkpoints:
                 f'{step}; legal is {step} or more, or another --workdir'
             )
         for name, old in meta.get('origins', {}).items():
-            if (new := self._origins.get(name, old)) != old:
+            new = str(self._origins.get(name, old))
+            if new != old:
                 raise CheckpointError(
                     f'{name} is not what the run in {self._workdir} began with: {old[:16]} -> '
                     f'{new[:16]}. Put the old one back to go on with it. To start over, name '

@@ -138,7 +138,7 @@ def filtered(
     checks.number('least', least, 1)
     if not low < high:
         raise ValueError(f'low is {low}; legal is below high, {high}')
-    counts = dict.fromkeys(OUTCOMES, 0)
+    counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
     kept = []
     for row in annotate(rows, rates, stage):
         what = outcome(rates.get(row['prompt']), low, high, least)
