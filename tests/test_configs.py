@@ -280,10 +280,10 @@ def watch(monkeypatch):
     def collector(*args, **kw):
         inner = make_collector(*args, **kw)
 
-        def collect(state, reference, source, key, version=0):
+        def collect(state, reference, source, key, version=0, **kw):
             seen = dict(policy=state.params, reference=reference, version=version)
             calls.append(('collect', jax.device_get(seen)))
-            return inner(state, reference, source, key, version=version)
+            return inner(state, reference, source, key, version=version, **kw)
 
         return collect
 

@@ -159,9 +159,12 @@ def test_each_token_has_a_number_of_its_own(draw):
     assert len(np.unique(numbers)) == 150
 
 
+OF_THE_ENGINE = ('engine', 'environments', 'ended')
+
+
 def test_samplers_take_the_same_arguments():
     lock_step, engine = (inspect.signature(f).parameters for f in (sample, sample_continuous))
-    own = {name: p for name, p in engine.items() if name not in ('engine', 'environments')}
+    own = {name: p for name, p in engine.items() if name not in OF_THE_ENGINE}
     assert list(own) == list(lock_step)
     for name, parameter in lock_step.items():
         assert (own[name].kind, own[name].default) == (parameter.kind, parameter.default)

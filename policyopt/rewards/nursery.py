@@ -76,6 +76,7 @@ def _in_child(control: socket.socket, number: int, reward: Any, memory: int) -> 
     status = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
         control.close()
         quiet = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):  # what a reward prints has no place in a run's display
