@@ -347,6 +347,7 @@ def test_toy_of_deepseek_v32(tmp_path, monkeypatch):
     assert np.median(ratio) < 0.1 and ratio.max() > 1e-5
 
 
+@pytest.mark.slow
 def test_toy_of_minirl(tmp_path, monkeypatch):
     """Experts that the trainer chose itself are replayed, against recomputed log-probs."""
     config = lock_step(get_config('minirl'))
@@ -375,6 +376,7 @@ def test_toy_of_vapo(tmp_path):
     assert 'value/explained_variance' in stages['rl'][0]
 
 
+@pytest.mark.slow
 def test_toy_of_ppo_penalty_with_a_moving_average(tmp_path, monkeypatch):
     """The critic on the policy's trunk, several passes, a controller, averaged parameters."""
     config = get_config('ppo_penalty') | dict(ema=0.5)
