@@ -239,7 +239,8 @@ def test_disk_full_at_a_file_of_its_own(name, quick, whole, tmp_path):
 def test_disk_full_at_the_report(name, quick, whole, tmp_path, capsys):
     """The run is whole without it: a line says how to have it later."""
     workdir = tmp_path / 'run'
-    at = {('rl', STEPS): lambda: full(workdir / name), ('drawn', None): None}
+    scratch = workdir / f'.{name}.{os.getpid()}.tmp'  # what takes the file's place when whole
+    at = {('rl', STEPS): lambda: full(scratch), ('drawn', None): None}
     quick(whole.config, workdir, at)
     assert state_of(workdir) == whole.state
     out = capsys.readouterr().out
