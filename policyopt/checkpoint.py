@@ -96,7 +96,8 @@ def fingerprint(tree: Any) -> int:
     The sum of each leaf's words, hashed with their positions. A single changed word always shows,
     more of them but for one case in 2^32. Against accidents only.
     """
-    sums = jax.device_get([_sum_of_words(leaf) for leaf in jax.tree.leaves(tree)])
+    # One after the other: programs in flight together that talk between processes can block.
+    sums = [jax.device_get(_sum_of_words(leaf)) for leaf in jax.tree.leaves(tree)]
     return zlib.crc32(np.array(sums, np.uint32).tobytes())
 
 

@@ -110,6 +110,8 @@ def start_processes(address: str, count: int, index: int) -> None:
             f'index={index} must be from 0 to {count - 1}, for count={count} processes'
         )
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    # Programs that are in flight together reach gloo in another order in each process, and block.
+    jax.config.update('jax_cpu_enable_async_dispatch', False)
     jax.distributed.initialize(address, num_processes=count, process_id=index)
 
 
@@ -196,6 +198,15 @@ def constrain(x: jax.Array, axes: Sequence[str | None], rules: Rules = DEFAULT_R
         return x
     spec = mesh_spec(axes, x.shape, rules)
     return jax.lax.with_sharding_constraint(x, PartitionSpec() if spec is None else spec)
+
+
+def replicated(tree: Any) -> Any:
+    """Arrays that every process has alike, as arrays of the whole ambient mesh, if there is one.
+
+    Elsewhere they would belong to one device of one process, which others can't restore.
+    """
+    mesh = jax.sharding.get_mesh()
+    return tree if mesh.empty else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 def batch_shards(rules: Rules = DEFAULT_RULES) -> int:

@@ -116,12 +116,15 @@ def init(bound: Binding, params: Any, key: Array, critic: Any = None) -> TrainSt
         return pin_rest(bound, both, opt_state, ema, side)
 
     opt_state, ema, side = jax.jit(rest)(both)
+    controllers, step, key = sharding.replicated(
+        (controllers_lib.init(bound.algorithm.controllers), jnp.zeros((), jnp.int32), jnp.copy(key))
+    )
     return TrainState(
         params=both.policy,
         opt_state=opt_state,
-        controllers=controllers_lib.init(bound.algorithm.controllers),
-        step=jnp.zeros((), jnp.int32),
-        key=jnp.copy(key),
+        controllers=controllers,
+        step=step,
+        key=key,
         ema=ema,
         critic=None if side is None else CriticState(params=both.critic, opt_state=side),
     )
