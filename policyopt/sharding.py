@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,8 +111,8 @@ def start_processes(address: str, count: int, index: int) -> None:
             f'index={index} must be from 0 to {count - 1}, for count={count} processes'
         )
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    # Programs that are in flight together reach gloo in another order in each process, and block.
-    jax.config.update('jax_cpu_enable_async_dispatch', False)
+    # On CPU programs in flight together need more threads than devices, or wait for each other.
+    os.environ.setdefault('PJRT_NPROC', '32')
     jax.distributed.initialize(address, num_processes=count, process_id=index)
 
 

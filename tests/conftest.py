@@ -11,6 +11,10 @@ _FLAGS = ['--xla_force_host_platform_device_count=8', '--xla_backend_optimizatio
 _GIVEN = os.environ.get('XLA_FLAGS', '')
 os.environ['XLA_FLAGS'] = ' '.join([_GIVEN, *(f for f in _FLAGS if f not in _GIVEN)]).strip()
 
+# Programs over eight devices that are in flight together need more threads than devices: with
+# eight they can wait for each other until jax aborts the process.
+os.environ.setdefault('PJRT_NPROC', '32')
+
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # workers share their parent's folder
     _FOLDER = tempfile.mkdtemp(prefix='policyopt-tests-')
     atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
