@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyopt import metrics
+from policyopt import hosts, metrics
 from policyopt.data import Item
 from policyopt.rewards import Case, Judge, Page, Round
 from policyopt.sampling import (
@@ -154,8 +154,8 @@ def _lock_step(
         index = np.arange(start, start + batch) % len(prompts)
         chosen = tokens[index], length[index]
         rollout = sample(model, params, chosen, keys[index], config, on_error=on_error)
-        found = jax.device_get((rollout.tokens, rollout.prompt_length, rollout.length))
-        finish = np.asarray(rollout.finish).tolist()
+        found = hosts.fetch((rollout.tokens, rollout.prompt_length, rollout.length))
+        finish = hosts.fetch(rollout.finish).tolist()
         for row, begin, end, why in zip(*found, finish, strict=True):
             rows.append(_Row(model.tokenizer.decode(row[begin:end]), row[begin:end].tolist(), why))
     return rows[: len(prompts)]

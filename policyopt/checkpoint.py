@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from policyopt import checks, disk, settings
+from policyopt import checks, disk, hosts, settings
 from policyopt.state import TrainState
 
 SCHEMA = 1  # of what `Checkpoints.save` writes; raised whenever an older reader would misread it
@@ -97,7 +97,7 @@ def fingerprint(tree: Any) -> int:
     more of them but for one case in 2^32. Against accidents only.
     """
     # One after the other: programs in flight together that talk between processes can block.
-    sums = [jax.device_get(_sum_of_words(leaf)) for leaf in jax.tree.leaves(tree)]
+    sums = [hosts.fetch(_sum_of_words(leaf)) for leaf in jax.tree.leaves(tree)]
     return zlib.crc32(np.array(sums, np.uint32).tobytes())
 
 
@@ -176,13 +176,13 @@ class Checkpoints:
         origins: Mapping[str, str] | None = None,
     ):
         self.folder = (workdir / FOLDER).resolve()
-        self._workdir, self._config, self._steps = workdir, settings.flat(config), config.steps
+        self.workdir, self._config, self._steps = workdir, settings.flat(config), config.steps
         self._origins = dict(origins or {})
         self._last: int | None = None  # step that was saved last
         lib = ocp.checkpoint_managers
         kept = lib.AnyPreservationPolicy([lib.LatestN(keep), lib.CustomSteps(steps=tuple(also))])
         with _explained(f'{self.folder} could not be opened'):
-            _sweep(self.folder)
+            hosts.by_first(lambda: _sweep(self.folder))
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 item_names=('state', 'meta'),
@@ -287,7 +287,7 @@ class Checkpoints:
         raise CheckpointError(
             f'no checkpoint in {self.folder} is usable ('
             + '; '.join(f'step {step}: {why}' for step, why in bad)
-            + f'). Move {self._workdir} elsewhere to start over, or put a good copy of a '
+            + f'). Move {self.workdir} elsewhere to start over, or put a good copy of a '
             'checkpoint there'
         )
 
@@ -304,7 +304,7 @@ class Checkpoints:
         changed = settings.differences(meta['config'], self._config)
         if broken := [x for x in changed if breaks(x)]:
             raise CheckpointError(
-                f'{self._workdir} holds an unfinished run of another config (checkpoint at step '
+                f'{self.workdir} holds an unfinished run of another config (checkpoint at step '
                 f'{step}); these fields differ, old -> new:\n  '
                 + '\n  '.join(broken)
                 + '\nPut them back to go on with it. To start over, name another --workdir or move '
@@ -312,14 +312,14 @@ class Checkpoints:
             )
         if self._steps < step:
             raise CheckpointError(
-                f'config.steps is {self._steps}, but the checkpoint in {self._workdir} has done '
+                f'config.steps is {self._steps}, but the checkpoint in {self.workdir} has done '
                 f'{step}; legal is {step} or more, or another --workdir'
             )
         for name, old in meta.get('origins', {}).items():
             new = str(self._origins.get(name, old))
             if new != old:
                 raise CheckpointError(
-                    f'{name} is not what the run in {self._workdir} began with: {old[:16]} -> '
+                    f'{name} is not what the run in {self.workdir} began with: {old[:16]} -> '
                     f'{new[:16]}. Put the old one back to go on with it. To start over, name '
                     'another --workdir or move this one'
                 )
@@ -350,14 +350,15 @@ class Checkpoints:
 
     def _set_aside(self, steps: list[int]) -> None:
         """Move checkpoints out of the way of those to come."""
-        for step in steps:
+        for step in steps if hosts.first() else ():
             number = 0
-            while (aside := self._workdir / DAMAGED / f'{step}-{number}').exists():
+            while (aside := self.workdir / DAMAGED / f'{step}-{number}').exists():
                 number += 1
             with _explained(f'{self.folder / str(step)} could not be moved to {aside}'):
                 aside.parent.mkdir(exist_ok=True)
                 shutil.move(self.folder / str(step), aside)
             print(f'moved it to {aside}', flush=True)
+        hosts.exchange(None)  # nobody looks before they are moved
         if steps:
             self._manager.reload()
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policyopt import hosts
 from policyopt.data import Item
 from policyopt.metrics import Stopwatch
 from policyopt.rewards import Case, Round, Verdict
@@ -38,7 +39,7 @@ def answers_of(rollout: Rollout, tokenizer: Any) -> list[str]:
 
 
 def _answer_ids(rollout: Rollout) -> list[np.ndarray]:
-    tokens, start, stop = jax.device_get((rollout.tokens, rollout.prompt_length, rollout.length))
+    tokens, start, stop = hosts.fetch((rollout.tokens, rollout.prompt_length, rollout.length))
     return [t[a:b] for t, a, b in zip(tokens, start, stop, strict=True)]
 
 
@@ -64,7 +65,7 @@ def make_draw(
 
     def lock_step(judging: Round, first: int, items: Sequence[Item], *arguments: Any, **kw: Any):
         part = sample(*arguments, **kw)
-        error = np.asarray(part.finish) == Finish.ERROR
+        error = hosts.fetch(part.finish) == Finish.ERROR
         found = zip(_answer_ids(part), items, strict=True)
         cases = [Case(decode(ids), ids.tolist(), item.entry) for ids, item in found]
         rows = [i for i in range(len(cases)) if not error[i]]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from policyopt import sharding
+from policyopt import hosts, sharding
 from policyopt.checks import nearest
 from policyopt.sharding import DEFAULT_MESH, DEFAULT_RULES, Rules
 
@@ -43,14 +43,16 @@ def run_mesh(axes: Sequence[tuple[str, int]] | None, rules: Rules) -> Mesh | Non
 
     Args:
       axes: as `sharding.make_mesh` takes them; () for the first device alone; None for DEFAULT_MESH
-        over accelerators and for the first device on CPU, where more than one is no faster.
+        over accelerators and several processes, and for the first device on CPU, where more than
+        one is no faster.
       rules: those of the run.
 
     Raises ValueError as `make_mesh` does, and for an axis of the mesh that no rule uses, or one of
     the rules that no mesh has, with the nearest spelling.
     """
     if axes is None:
-        axes = () if jax.default_backend() == 'cpu' else DEFAULT_MESH
+        alone = jax.default_backend() == 'cpu' and not hosts.several()
+        axes = () if alone else DEFAULT_MESH
     used = {axis for _, wanted in rules for axis in wanted}
     for name, _ in axes:
         if name not in used:
@@ -66,6 +68,11 @@ def run_mesh(axes: Sequence[tuple[str, int]] | None, rules: Rules) -> Mesh | Non
                     f'config.rules.{logical} names the mesh axis {name!r}, which config.mesh has '
                     f'not.{nearest(name, legal)}'
                 )
+    if not axes and hosts.several():
+        raise ValueError(
+            'config.mesh is (), one device, but there are several processes; legal are axes over '
+            f'all {jax.device_count()} devices, or None'
+        )
     if not axes:
         return None
     try:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from policyopt import data, evaluate, profiling, recipe, stopping
+from policyopt import data, evaluate, hosts, profiling, recipe, stopping
 from policyopt import rollout as rollout_lib
 from policyopt import workdir as workdir_lib
 from policyopt.checkpoint import Checkpoints, Progress
@@ -106,7 +106,7 @@ def make_loop(
         replay=replay,
     )
     source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
-    ledger = None if checkpoints is None else Ledger(workdir)
+    ledger = None if checkpoints is None else Ledger(checkpoints.workdir)
     return Loop(learner, collect, source, workdir, checkpoints, stop, save_batches, profile, ledger)
 
 
@@ -149,8 +149,9 @@ def resume(setup: Setup, loop: Loop) -> Point:
 
     saved = loop.checkpoints.restore(template)
     progress = saved.progress
-    workdir_lib.cut(loop.records, progress.records)
-    workdir_lib.cut(loop.samples, progress.notes.get('samples', 0))
+    if hosts.first():
+        workdir_lib.cut(loop.records, progress.records)
+        workdir_lib.cut(loop.samples, progress.notes.get('samples', 0))
     loop.source.set_state(progress.source)  # type: ignore[attr-defined]
     reference = None
     if saved.reference is not None:

@@ -18,6 +18,7 @@ from rich import console as rich_console
 from rich import progress as rich_progress
 from rich import table as rich_table
 
+from policyopt import hosts
 from policyopt.types import Metrics, add_metrics
 
 # What the live display shows: name of the metric, label, format.
@@ -63,7 +64,7 @@ def numbers(*parts: Metrics) -> dict[str, float]:
     The elements of an array are `NAME/0`, `NAME/1`, ...
     """
     found: dict[str, float] = {}
-    for name, x in jax.device_get(_scalars(parts)).items():
+    for name, x in hosts.fetch(_scalars(parts)).items():
         if np.ndim(x):
             found |= {f'{name}/{i}': float(element) for i, element in enumerate(x)}
         else:

@@ -199,7 +199,7 @@ def bucketed(job: Job, buckets: LengthBuckets, rules: Rules) -> Update:
         groups = plan(
             require(batch, 'length', 'length_buckets'), buckets, sharding.batch_shards(rules)
         )
-        whole, shared = begin(state, batch)
+        whole, shared = begin(state, sharding.feed(batch, rules))
         grads, found = start(state), None
         out = jnp.zeros(batch.mask.shape, jnp.float32)
         for index, width in groups:
@@ -241,6 +241,7 @@ def bucket_mapped(
             require(batch, 'length', 'length_buckets'), buckets, sharding.batch_shards(rules)
         )
         out = jax.tree.map(empty, jax.eval_shape(look, params, batch))
+        batch = sharding.feed(batch, rules)
         for index, width in groups:
             out = step(out, params, batch, index, width=width)
         return out

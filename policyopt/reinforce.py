@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from policyopt import batches as batches_lib
-from policyopt import evaluate, metrics, recipe, settings, stopping
+from policyopt import evaluate, hosts, metrics, recipe, settings, sharding, stopping
 from policyopt import rollout as rollout_lib
 from policyopt.checkpoint import fingerprint
 from policyopt.learner import TrainState
@@ -120,7 +120,7 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
             state.controllers,
             sampled=False,
         )
-    parts = rollout_lib.minibatches(collected.batch, c.minibatches)
+    parts = minibatches(setup, collected.batch)
     began = time.monotonic()
     if c.logp_old == 'recomputed':
         parts = [loop.learner.recompute(state.params, part) for part in parts]
@@ -135,13 +135,21 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
             if seen is not None:
                 path = loop.workdir / 'batches' / f'update_{step:06d}_{len(found)}.npz'
                 origin = origin_of(c, step, epoch + 1, number + 1, seen, controllers_of(values))
-                batches_lib.save_minibatch(path, origin, logp_new=logp, **vars(part))
+                save_part(path, origin, part, logp)
     state = loop.learner.adapt(state, found[-1])
     numbers = collected.metrics | metrics.numbers(*found)
-    skipped = [bool(x) for x in jax.device_get([m['skipped'].total for m in found])]
+    skipped = [bool(x) for x in hosts.fetch([m['skipped'].total for m in found])]
     rescored = scored.result() - began if scored else 0.0
     times = seconds_of(watch, update=time.monotonic() - began - rescored, rescored=rescored)
     return Step(state, numbers, times, parts, logp_new, skipped, controllers_of(found[0]))
+
+
+def minibatches(setup: Setup, batch: TokenBatch) -> list[TokenBatch]:
+    """The minibatches of a pass, on the devices already; buckets are filled on the host."""
+    parts = rollout_lib.minibatches(batch, setup.config.minibatches)
+    if setup.config.length_buckets is not None:
+        return parts
+    return [sharding.feed(part, setup.model.rules) for part in parts]
 
 
 def seconds_of(
@@ -172,6 +180,12 @@ def origin_of(
     return batches_lib.Origin(step, epoch, minibatch, params, values, settings.flat(config))
 
 
+def save_part(path: Path, origin: batches_lib.Origin, part: TokenBatch, logp_new: Any) -> None:
+    """Save a minibatch with the log-probs that its loss saw."""
+    arrays = hosts.fetch({**vars(part), 'logp_new': logp_new})
+    batches_lib.save_minibatch(path, origin, **arrays)
+
+
 def count_skipped(setup: Setup, loop: Loop, point: Point, done: Step) -> int:
     """Skipped updates in a row up to this step.
 
@@ -190,7 +204,7 @@ def count_skipped(setup: Setup, loop: Loop, point: Point, done: Step) -> int:
     else:
         place, part, logp_new = (0, 0), done.parts[0], None
     origin = origin_of(setup.config, point.step, *place, seen, done.controllers)
-    batches_lib.save_minibatch(path, origin, logp_new=logp_new, **vars(part))
+    save_part(path, origin, part, logp_new)
     saved = loop.checkpoints.steps() if loop.checkpoints else []
     last = f'the last checkpoint is of step {saved[-1]}' if saved else 'there is no checkpoint'
     why = f'the loss or gradient of {count} updates in a row was not finite (max_skipped)'
@@ -210,17 +224,18 @@ def save_if_due(setup: Setup, loop: Loop, point: Point) -> None:
     push out checkpoints from before.
     """
     c, step = setup.config, point.step
+    asked = loop.stop.agreed()
     if loop.checkpoints is None:
-        if loop.stop.asked:
+        if asked:
             print('SIGTERM: stopped, and nothing saved (checkpoint.every is off)', flush=True)
             raise SystemExit(0)
         return
     wanted = step % (c.checkpoint.every or 1) == 0 or step + 1 in loop.save_batches
     due = wanted and point.skipped == 0
     pretrained = step == 1 and c.critic is not None and c.critic.pretrain is not None
-    if due or pretrained or step == c.steps or loop.stop.asked:
+    if due or pretrained or step == c.steps or asked:
         save(loop, point)
-    if loop.stop.asked:
+    if asked:
         loop.checkpoints.wait()
         print(f'SIGTERM: saved after RL step {step}; the same command goes on', flush=True)
         raise SystemExit(0)
@@ -250,7 +265,7 @@ def pretrain_values(
                 page=loop.page('value_pretraining', step, 1),
             )
             found = []
-            for part in rollout_lib.minibatches(collected.batch, c.minibatches):
+            for part in minibatches(setup, collected.batch):
                 state, values = loop.learner.value_update(state, part)
                 found.append(values)
             numbers = collected.metrics | metrics.numbers(*found)
@@ -316,6 +331,7 @@ def remarks(setup: Setup, values: Mapping[str, float]) -> Iterator[str]:
 def save_last(parts: list[TokenBatch], logp_new: list[Any], path: Path) -> None:
     """Save the minibatches of the last pass with the log-probs that it saw, for calibration."""
     fields = ('logp_old', 'logp_behavior', 'mask', 'advantages', 'rewards', 'group', 'positive')
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in fields}
+    logp_new, *each = hosts.fetch([logp_new, *map(vars, parts)])
+    arrays = {name: np.concatenate([part[name] for part in each]) for name in fields}
     number = np.repeat(1 + np.arange(len(parts)), [len(part.mask) for part in parts])
     batches_lib.save_batch(path, logp_new=np.concatenate(logp_new), minibatch=number, **arrays)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyopt import filling, scoring
+from policyopt import filling, hosts, scoring
 from policyopt import metrics as metrics_lib
 from policyopt.data import Item
 from policyopt.drawing import make_draw
@@ -227,13 +227,14 @@ def make_collector(
             remark(found.verdicts)
             raw: Any = found.rollout
             raw = dataclasses.replace(raw, group=raw.group + number * config.prompts)
-            lost = np.asarray(raw.finish) == Finish.ERROR
+            lost = hosts.fetch(raw.finish) == Finish.ERROR
             if lost.any():
-                failed, raw = raw, filling.emptied(raw, lost)
+                failed = hosts.fetch(raw)
+                raw = filling.emptied(failed, lost)
             # The log has no use for what is large.
-            drawn.append(jax.device_get(dataclasses.replace(raw, support=None, routing=None)))
+            drawn.append(hosts.fetch(dataclasses.replace(raw, support=None, routing=None)))
             with watch('score'):
-                shaped, keep = jax.device_get(shape_and_keep(enrich(state, reference, raw)))
+                shaped, keep = hosts.fetch(shape_and_keep(enrich(state, reference, raw)))
             if shaped.logp_ref is not None:
                 scoring.check_reference(shaped.logp_ref, shaped.mask)
             kept.append(jax.tree.map(lambda x, keep=keep: x[keep], shaped))
@@ -247,7 +248,6 @@ def make_collector(
         except ValueError as error:
             if failed is None:
                 raise
-            failed = jax.device_get(failed)
             batch = to_batch(failed, np.zeros_like(failed.logp_behavior))
             raise NotSampled(batch, metrics) from error
         estimates = advantages(rollout)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from policyopt.checks import nearest
@@ -100,22 +100,6 @@ def use(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def start_processes(address: str, count: int, index: int) -> None:
-    """Join this process, number `index` of `count`, to the others; afterwards devices are global.
-
-    Call it before anything else touches jax. `address` is 'host:port' of process 0. On CPU,
-    processes talk through gloo. Raises ValueError for an index out of range.
-    """
-    if not 0 <= index < count:
-        raise ValueError(
-            f'index={index} must be from 0 to {count - 1}, for count={count} processes'
-        )
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    # On CPU programs in flight together need more threads than devices, or wait for each other.
-    os.environ.setdefault('PJRT_NPROC', '32')
-    jax.distributed.initialize(address, num_processes=count, process_id=index)
-
-
 def partition_spec(
     axes: Sequence[str | None], rules: Rules, mesh: Mesh | jax.sharding.AbstractMesh
 ) -> PartitionSpec:
@@ -199,6 +183,25 @@ def constrain(x: jax.Array, axes: Sequence[str | None], rules: Rules = DEFAULT_R
         return x
     spec = mesh_spec(axes, x.shape, rules)
     return jax.lax.with_sharding_constraint(x, PartitionSpec() if spec is None else spec)
+
+
+def feed(tree: Any, rules: Rules = DEFAULT_RULES) -> Any:
+    """The host's arrays [B,...] on the ambient mesh, rows split as the rules say.
+
+    Each device gets its rows alone, from its own process. Others' arrays, and all without a mesh,
+    come out as they are.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.size == 1:
+        return tree
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, np.ndarray) or not x.ndim:
+            return x
+        spec = mesh_spec(('batch',) + (None,) * (x.ndim - 1), x.shape, rules) or PartitionSpec()
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
+
+    return jax.tree.map(one, tree)
 
 
 def replicated(tree: Any) -> Any:

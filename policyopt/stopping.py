@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from policyopt import hosts
+
 
 class Unstable(RuntimeError):
     """Too many updates in a row were skipped; the message says where, and what to try."""
@@ -39,6 +41,11 @@ class Stop:
         if self.asked:
             self._leave()
 
+    def agreed(self) -> bool:
+        """Whether a SIGTERM has come to any process of the run."""
+        self.asked = hosts.any_of(self.asked)
+        return self.asked
+
     def _leave(self) -> None:
         print(
             'SIGTERM: stopped; the same command goes on from a checkpoint, or starts over',
@@ -48,7 +55,7 @@ class Stop:
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """Within it, a SIGTERM is only noted: whoever opened it looks at `asked`."""
+        """Within it, a SIGTERM is only noted: whoever opened it looks at `agreed`."""
         self._patient = True
         try:
             yield

@@ -14,11 +14,12 @@ import contextlib
 import itertools
 import json
 import re
+import sys
 import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from absl import app, flags, logging
@@ -28,6 +29,7 @@ from policyopt import (
     checks,
     disk,
     evaluate,
+    hosts,
     layout,
     metrics,
     profiling,
@@ -68,6 +70,7 @@ ENDS = (
     NotSampled,
     JudgeError,
     writers.WriterError,
+    hosts.HostError,
 )
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for everything that the run writes.')
 _SAVE_BATCHES = flags.DEFINE_list(
@@ -88,6 +91,13 @@ _PROFILE = flags.DEFINE_string(
     None,
     'RL steps to trace with jax.profiler into WORKDIR/profile: FIRST:LAST, both included, such as '
     '3:5. Early steps compile.',
+)
+_MULTIHOST = flags.DEFINE_string(
+    'multihost',
+    None,
+    'Train as one of several processes, each started with the same command: auto where jax finds '
+    'the others by itself (TPU pods, Slurm, Open MPI, Kubernetes), or HOST:PORT,COUNT,INDEX with '
+    'the address of process 0, the number of processes and that of this one.',
 )
 
 
@@ -126,7 +136,7 @@ class Job(NamedTuple):
       setup: what every stage uses.
       checkpoints: of the run; None where the config wants none.
       resumed: whether it goes on from a checkpoint.
-      lock: on the folder, until it is closed.
+      lock: on the folder, until it is closed; of the first process, others have none.
       config: as given.
       watch: what is written beside the results.
     """
@@ -134,7 +144,7 @@ class Job(NamedTuple):
     setup: Setup
     checkpoints: Checkpoints | None
     resumed: bool
-    lock: IO[str]
+    lock: contextlib.ExitStack
     config: Mapping[str, Any]
     watch: Watch
 
@@ -161,16 +171,21 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
     if watch.profile and watch.profile[1] > setup.config.steps:
         first, last = watch.profile
         raise ValueError(f'--profile is {first}:{last}; config.steps is {setup.config.steps}')
-    lock = workdir_lib.claim(workdir)
-    try:
-        c = setup.config
+    c, lock = setup.config, contextlib.ExitStack()
+    text = json.dumps(dict(config), indent=2, default=str) + '\n'
+
+    def claim() -> bool:
+        claimed = lock.enter_context(workdir_lib.claim(workdir))
         resumed = bool(c.checkpoint.every) and workdir_lib.unfinished(workdir)
         if not resumed:
-            lock = workdir_lib.move_aside(workdir, lock)
-        text = json.dumps(dict(config), indent=2, default=str) + '\n'
-        with workdir_lib.explained(workdir):
-            if not resumed:  # first of all: it says that the folder is a run's
+            lock.enter_context(workdir_lib.move_aside(workdir, claimed))
+            with workdir_lib.explained(workdir):  # first of all: it says that the folder is a run's
                 workdir_lib.write_settings(workdir, text)
+        return resumed
+
+    try:
+        resumed = hosts.by_first(claim)
+        with workdir_lib.explained(workdir):
             checkpoints = None
             if c.checkpoint.every:
                 also = [step - 1 for step in (*watch.save_batches, *saved_steps(workdir))]
@@ -179,7 +194,7 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
             if resumed:
                 assert checkpoints is not None
                 checkpoints.check()
-                workdir_lib.write_settings(workdir, text)
+                hosts.by_first(lambda: workdir_lib.write_settings(workdir, text))
     except BaseException:
         lock.close()
         raise
@@ -197,9 +212,10 @@ def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:
     """Warm start, measure, reinforce, measure again, report; the folder is free afterwards."""
     saved = job.checkpoints or contextlib.nullcontext()
     judge = contextlib.closing(job.setup.judge)
-    with workdir_lib.explained(workdir), job.lock, saved, sharding.use(job.setup.mesh), judge:
+    mesh = sharding.use(job.setup.mesh)
+    with workdir_lib.explained(workdir), job.lock, saved, mesh, judge, hosts.folder(workdir) as own:
         job.setup.judge.start()  # while programs are compiled
-        return _run(job, workdir, stop or stopping.Stop())
+        return _run(job, own, stop or stopping.Stop())
 
 
 def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
@@ -320,6 +336,12 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
     logging.set_verbosity(logging.WARNING)  # tfds and orbax tell of every file
     workdir = Path(_WORKDIR.value or '')
+    if _MULTIHOST.value is not None:
+        try:
+            hosts.join(_MULTIHOST.value)
+        except ValueError as error:
+            raise SystemExit(f'ValueError: {error}') from None
+        print(hosts.words(), file=sys.stderr, flush=True)
     stop = stopping.Stop().listen()
     try:
         profile = profiling.parse(_PROFILE.value) if _PROFILE.value is not None else None
@@ -338,6 +360,14 @@ def main(argv: list[str]) -> None:
         raise SystemExit(130) from None
     except ENDS as error:
         raise SystemExit(f'{type(error).__name__}: {error}') from error
+    except jax.errors.JaxRuntimeError as error:
+        if not hosts.several():
+            raise
+        hosts.leave(
+            f'process {jax.process_index()} stopped, since another one is lost or failed '
+            f'({disk.short(error)}); the same command on all hosts goes on from the last '
+            f'checkpoint in {workdir}'
+        )
 
 
 if __name__ == '__main__':

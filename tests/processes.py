@@ -9,11 +9,11 @@ import textwrap
 DEVICES = 8
 START = """
 import sys
-from policyopt import sharding
+from policyopt import hosts, sharding
 
 port, count, index, args = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 if count > 1:
-    sharding.start_processes(f'127.0.0.1:{port}', count, index)
+    hosts.start(f'127.0.0.1:{port}', count, index)
 """
 
 

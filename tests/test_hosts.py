@@ -1,9 +1,13 @@
 """Several processes train as one."""
 
+import re
+import shutil
+
 import numpy as np
 import pytest
 
 from tests import processes
+from tests.test_meshes import STEPS, agree, arrays_of, records_of
 
 # An update, a checkpoint, another update; or the checkpoint of others, and the other update.
 SAVED = """
@@ -36,7 +40,8 @@ with sharding.use(sharding.make_mesh([('data', 2), ('fsdp', 2), ('expert', 2)]))
             state, *_ = learn.update(state, batch[0])
             saved.save(state, state.params, Progress(step=1, source='', records=0))
             saved.wait()
-            assert state.controllers and all(len(x.sharding.device_set) == 8 for x in jax.tree.leaves(state))
+            assert state.controllers
+            assert all(len(x.sharding.device_set) == 8 for x in jax.tree.leaves(state))
         else:
             state, reference, _ = saved.restore(start)
     state, *_ = learn.update(state, batch[1])
@@ -64,3 +69,73 @@ def test_checkpoints_are_written_once_and_restored_by_another_number_of_processe
         assert len(end.files) == len(ends[0].files) > 20
         for name in end.files:
             np.testing.assert_allclose(end[name], ends[0][name], rtol=2e-5, atol=2e-5)
+
+
+# A whole run on eight devices, whose answers each process judges in part.
+RUN = """
+import pathlib
+import jax
+from policyopt import learner, rewards, train
+from tests import learning
+from tests.test_meshes import config_of, odd
+
+judged = []
+
+def counted(text, tokens, example):
+    judged.append(text)
+    return odd(text, tokens, example)
+
+rewards.make_judge = lambda spec, config: rewards.Local(counted)
+make = learner.make_learner
+learner.make_learner = lambda *a, **kw: make(*a, **{**kw, 'diagnose': learning.none})
+config = config_of(
+    dict(data=2, fsdp=2, expert=2),
+    rollout__engine=dict(slots=16),
+    evaluation__batch=16,
+    checkpoint=dict(every=1, keep=9),
+)
+folder = pathlib.Path(args[0])
+train.run(train.start(config, folder), folder)
+print('JUDGED', len(judged), flush=True)
+if count > 1:
+    jax.distributed.shutdown()
+"""
+
+
+@pytest.fixture(scope='module')
+def alone(tmp_path_factory):
+    """The run by one process, and how many answers it judged."""
+    folder = tmp_path_factory.mktemp('hosts') / 'run'
+    (out,) = processes.run(1, RUN, folder)
+    return folder, judged(out)
+
+
+def judged(out):
+    return int(re.findall(r'JUDGED (\d+)', out)[0])
+
+
+def same(folder, other):
+    """Equal tokens and rewards, and parameters to 2e-5."""
+    for found, wanted in zip(*map(records_of, (folder, other)), strict=True):
+        assert found.keys() == wanted.keys()
+        for name in ('reward', 'length', 'held_out', 'rollout/tokens'):
+            assert found.get(name) == wanted.get(name)
+    agree(arrays_of(folder, STEPS), arrays_of(other, STEPS))
+
+
+@pytest.mark.slow
+def test_several_processes_train_as_one(alone, tmp_path):
+    """Two do, each judging answers of its own; four go on from what the two saved."""
+    folder = tmp_path / 'run'
+    found = processes.run(2, RUN, folder)
+    same(folder, alone[0])
+    parts = [judged(out) for out in found]
+    assert sum(parts) == alone[1] > 0 and parts[0] == parts[1]
+    assert 'RL 3/3' in found[0] and 'RL' not in found[1]  # the others are silent
+
+    shutil.rmtree(folder / 'checkpoints' / str(STEPS))
+    records = (folder / 'metrics.jsonl').read_bytes().splitlines(keepends=True)
+    (folder / 'metrics.jsonl').write_bytes(b''.join(records[:-1]))
+    found = processes.run(4, RUN, folder)
+    assert f'resumed after RL step {STEPS - 1} of {STEPS}' in found[0]
+    same(folder, alone[0])

@@ -254,7 +254,10 @@ def train_on(mesh, workdir, **changes):
 
 def arrays_of(workdir, step):
     path = (workdir / 'checkpoints' / str(step) / 'state').resolve()
-    return ocp.StandardCheckpointer().restore(path)['train']
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # wherever it was saved
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        args = ocp.args.StandardRestore(fallback_sharding=here)
+        return reader.restore(path, args=args)['train']
 
 
 def resumed_elsewhere(first, then, tmp_path, capsys):

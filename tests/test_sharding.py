@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from policyopt import models, sharding
+from policyopt import hosts, models, sharding
 
 MESH = [('data', 2), ('fsdp', 2), ('expert', 1), ('tensor', 2)]
 
@@ -179,7 +179,7 @@ def test_loading_holds_one_tensor_beside_the_result(tmp_path):
     script = textwrap.dedent("""
         import sys, threading, time
         import jax
-        from policyopt import models, sharding
+        from policyopt import hosts, models, sharding
 
         def resident():
             with open('/proc/self/statm') as file:
@@ -213,7 +213,7 @@ def test_loading_holds_one_tensor_beside_the_result(tmp_path):
 
 def test_process_numbers_are_checked():
     with pytest.raises(ValueError, match='index=2 must be from 0 to 1'):
-        sharding.start_processes('localhost:1', count=2, index=2)
+        hosts.start('localhost:1', count=2, index=2)
 
 
 @pytest.mark.slow
@@ -223,10 +223,10 @@ def test_two_processes_load_compute_and_save_one_model(tmp_path):
     script = textwrap.dedent("""
         import sys
         import jax, jax.numpy as jnp, numpy as np
-        from policyopt import models, sharding
+        from policyopt import hosts, models, sharding
 
         folder, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
-        sharding.start_processes(f'127.0.0.1:{port}', 2, index)
+        hosts.start(f'127.0.0.1:{port}', 2, index)
         mesh = sharding.make_mesh([('data', 2), ('fsdp', 2), ('tensor', 2)])
         with jax.set_mesh(mesh):
             model, params = models.load(folder, mesh=mesh)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from policyopt import checks
+from policyopt import checks, hosts
 from policyopt.rewards.ledger import Page, digest
 from policyopt.rewards.spec import Spec, build
 from policyopt.rewards.verdict import FAULTS, Case, Reward, Verdict, judged
@@ -110,6 +110,8 @@ NOT_SAMPLED = Verdict(math.nan, 'not_sampled')
 class Round:
     """Answers that are judged while others are drawn: `add` them as they end, then `verdicts`.
 
+    Of several processes each judges rows of its own, and all have the verdicts on all rows.
+
     Args:
       judge: of the run.
       page: where verdicts are written down before they are given out, and found again; None for
@@ -126,6 +128,8 @@ class Round:
         """Have answers judged, unless their verdicts are known; `rows` are their numbers."""
         new = []
         for i, case in zip(rows, cases, strict=True):
+            if not hosts.own(i):
+                continue
             known = self._page and self._page.find((self._number, i), case)
             if known:
                 self._found[i] = known
@@ -138,8 +142,11 @@ class Round:
     def verdicts(self, rows: int) -> list[Verdict]:
         """Verdicts on rows 0 to rows - 1, waited for; a row that was not added has no reward."""
         given = {i: v.result() if isinstance(v, Future) else v for i, v in self._found.items()}
+        parts = hosts.exchange((given, self._digests))
+        given = {i: verdict for found, _ in parts for i, verdict in found.items()}
+        digests = {i: crc for _, found in parts for i, crc in found.items()}
         if self._page is not None:
-            new = {(self._number, i): (crc, given[i]) for i, crc in self._digests.items()}
+            new = {(self._number, i): (crc, given[i]) for i, crc in digests.items()}
             self._page.write(dict(sorted(new.items())))
         return [given.get(i, NOT_SAMPLED) for i in range(rows)]
 

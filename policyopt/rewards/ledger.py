@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from policyopt import hosts
 from policyopt.rewards.verdict import Case, Verdict, from_json, to_json
 
 FOLDER = 'verdicts'
@@ -46,8 +47,12 @@ class Page:
         return verdict if crc == digest(case) else None
 
     def write(self, verdicts: Mapping[Key, tuple[int, Verdict]]) -> None:
-        """Write down verdicts with the digests of what they are on; they survive the process."""
-        if not verdicts:
+        """Write down verdicts with the digests of what they are on; they survive the process.
+
+        By the first process, for all.
+        """
+        self._known.update(verdicts)
+        if not verdicts or not hosts.first():
             return
         text = ''.join(
             json.dumps([*key, crc, *to_json(verdict)]) + '\n'
@@ -59,7 +64,6 @@ class Page:
             file.write(text)
             file.truncate()
         self._size += len(text)
-        self._known.update(verdicts)
 
 
 class Ledger:
@@ -74,7 +78,7 @@ class Ledger:
 
     def prune(self, step: int) -> None:
         """Remove the pages of steps before this one, that of the oldest checkpoint."""
-        for path in self._folder.glob('*.jsonl'):
+        for path in self._folder.glob('*.jsonl') if hosts.first() else ():
             match = _NAME.fullmatch(path.name)
             if match and int(match[1]) < step:
                 path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policyopt import hosts
 from policyopt.sampling.config import (
     Finish,
     PerRow,
@@ -113,7 +114,7 @@ def sample(
         steps=config.max_new_tokens,
     )
     if on_error == 'raise':
-        fault, finish = jax.device_get((fault, rollout.finish))
+        fault, finish = hosts.fetch((fault, rollout.finish))
         for row in np.flatnonzero(finish == Finish.ERROR).tolist():
             text = fault_text(int(fault[row])) if fault[row] else _length_error(length, tokens, row)
             errors.setdefault(row, text)

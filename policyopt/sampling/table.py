@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from policyopt import hosts
 from policyopt.sampling import slots as slots_lib
 from policyopt.sampling.config import EngineConfig, Finish, SamplingConfig
 from policyopt.sampling.rows import Buffers, Row, check_alike, empty_rules, stack_rows
@@ -125,7 +126,7 @@ class Table:
         row = self.row(slot)
         row.data = self._buffers.copy(slot, row.length)
         if self._state is not None:
-            row.state = jax.tree.map(lambda x: np.asarray(x[slot]), self._state)
+            row.state = hosts.fetch(jax.tree.map(lambda x: x[slot], self._state))
         self.rows[slot] = None
         return row
 
@@ -171,7 +172,7 @@ class Table:
             static=self._static,
             impl=self._impl,
         )
-        new = jax.device_get(new)
+        new = hosts.fetch(new)
         return _stopped(self._drew(slot, new, i, version) for i, slot in enumerate(slots))
 
     def decode(self, params: Any, version: int, patience: int) -> list[Event]:
@@ -199,7 +200,7 @@ class Table:
             steps=self._engine.steps,
             bucket=self._bucket(longest + self._engine.steps),
         )
-        records = jax.device_get(records)
+        records = hosts.fetch(records)
         columns = np.arange(self._count) if slots is None else slots
         self._buffers.write(records, columns, self.rows, version)
         drew = records.drew.sum(axis=0)
@@ -275,7 +276,7 @@ class Table:
             impl=self._impl,
             bucket=self._bucket(max(start[slot] + offset + int(count[slot]) for slot in fed)),
         )
-        new, routing = jax.device_get((new, routing))
+        new, routing = hosts.fetch((new, routing))
         for slot in fed:
             if routing is not None:
                 at = start[slot] + offset
@@ -289,7 +290,7 @@ class Table:
         if prefix.routing is not None:
             # What is recorded already was replayed; the rest is new.
             known = row.fed_routing()
-            new = np.asarray(prefix.routing[source])[known : row.length]
+            new = hosts.fetch(prefix.routing[source])[known : row.length]
             self._buffers.routing[slot, known : row.length] = new
         row.data = None
 
