@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 DEVICES = 8
 START = """
@@ -53,3 +54,12 @@ def run(count, program, *args, timeout=300):
     for process, text in zip(processes, out, strict=True):
         assert process.returncode == 0, text
     return out
+
+
+def wait_for(there, running, timeout=300):
+    """Return when `there()`; AssertionError where one of the processes ends before."""
+    end = time.monotonic() + timeout
+    while not there():
+        assert time.monotonic() < end
+        assert all(process.poll() is None for process in running)
+        time.sleep(0.2)

@@ -2,10 +2,13 @@
 
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+from policyopt import hosts
 from tests import processes
 from tests.test_meshes import STEPS, agree, arrays_of, records_of
 
@@ -139,3 +142,40 @@ def test_several_processes_train_as_one(alone, tmp_path):
     found = processes.run(4, RUN, folder)
     assert f'resumed after RL step {STEPS - 1} of {STEPS}' in found[0]
     same(folder, alone[0])
+
+
+COMMAND = [
+    *('-m', 'policyopt.train', '--config=configs/quickstart.py:algorithm=reinforce,tiny=true'),
+    *('--config.steps=400', '--config.checkpoint.every=5', '--config.evaluation.batch=16'),
+    *('--config.dynamic_sampling=False', '--config.optimizer.decay_steps=400'),
+]
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_a_restart_goes_on(tmp_path):
+    workdir, port = tmp_path / 'run', processes.free_port()
+    command = [sys.executable, *COMMAND, f'--workdir={workdir}']
+    logs = [tmp_path / f'log{i}' for i in range(2)]
+    running = []
+    for index, log in enumerate(logs):
+        with log.open('wb') as file:
+            where = f'--multihost=127.0.0.1:{port},2,{index}'
+            env = processes.environment(2)
+            running.append(subprocess.Popen([*command, where], env=env, stdout=file, stderr=file))
+    try:
+        processes.wait_for(lambda: (workdir / 'checkpoints' / '5').exists(), running)
+        running[1].kill()
+        assert running[0].wait(timeout=5 * hosts.LOST) != 0
+    finally:
+        for process in running:
+            process.kill()
+    text = logs[0].read_text()
+    assert 'process 0 of 2; when one is lost, the others end within' in text
+    assert re.search('another (one|task)', text)  # ours, or jax's own words
+    done = max(int(p.name) for p in (workdir / 'checkpoints').iterdir() if p.name.isdigit())
+    env = processes.environment(1)
+    steps = f'--config.steps={done + 1}'
+    out = subprocess.run([*command, steps], env=env, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    assert f'resumed after RL step {done} of {done + 1}' in out.stdout
+    assert len(records_of(workdir)) > done
