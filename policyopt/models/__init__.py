@@ -1,5 +1,6 @@
 """Decoders as pure functions of a params dict: dense and MoE, cached and uncached."""
 
+from policyopt.models.adapters import AdapterConfig, attach, merge
 from policyopt.models.cache import Cache
 from policyopt.models.config import ModelConfig, RopeScaling
 from policyopt.models.loading import load, save
@@ -8,6 +9,7 @@ from policyopt.models.tokenizer import Tokenizer
 from policyopt.models.transformer import Hidden, Model, Output, build
 
 __all__ = [
+    'AdapterConfig',
     'Cache',
     'Hidden',
     'MoEConfig',
@@ -16,7 +18,9 @@ __all__ = [
     'Output',
     'RopeScaling',
     'Tokenizer',
+    'attach',
     'build',
     'load',
+    'merge',
     'save',
 ]
