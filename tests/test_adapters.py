@@ -8,8 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policyopt import models, sharding
+import policyopt as po
+from policyopt import base as base_lib
+from policyopt import (
+    checkpoint,
+    export,
+    learner,
+    models,
+    policy,
+    recipe,
+    reference,
+    reinforce,
+    sharding,
+    stopping,
+    train,
+)
+from policyopt import state as state_lib
 from policyopt.models import adapters
+from tests.learning import close, fresh, none, on_policy, random_batch
+from tests.test_quickstart import get_config, run
 
 CONFIG = models.ModelConfig(
     vocab_size=12,
@@ -183,3 +200,131 @@ def test_saving_needs_merging(tmp_path):
     model, params = adapted()
     with pytest.raises(ValueError, match='merge'):
         models.save(model, params, tmp_path / 'folder')
+
+
+# ============================================================================ training
+
+
+def batch_of(model, params):
+    batch = random_batch(vocab=12)
+    return on_policy(model, params, batch)
+
+
+@pytest.mark.parametrize('algorithm', ['grpo', pytest.param('trpo', marks=pytest.mark.slow)])
+def test_an_update_moves_adapters_alone(algorithm):
+    model, params = adapted()
+    learn = learner.make_learner(
+        model,
+        getattr(po.algorithms, algorithm)(),
+        learner.make_optimizer(learner.OptimizerConfig(learning_rate=0.1)),
+        ema=0.5,
+        diagnose=none,
+    )
+    state = fresh(learn, params)
+    start = jax.device_get(params)
+    sizes = [x.size for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert sum(sizes) == 2 * sum(x.size for x in jax.tree.leaves(start['adapters']))
+    assert set(state.ema) == {'adapters'}
+    assert set(state_lib.kept(state).params) == {'adapters'}
+    state, metrics, _ = learn.update(state, batch_of(model, params))
+    assert metrics['skipped'].value == 0 and metrics['update_norm'].value > 0.01
+    jax.tree.map(np.testing.assert_array_equal, *map(adapters.off, (state.params, start)))
+    moved = [
+        not np.array_equal(a, b)
+        for a, b in zip(
+            *(jax.tree.leaves(p['adapters']) for p in (state.params, start)), strict=True
+        )
+    ]
+    assert np.mean(moved) > 0.9
+    used = state_lib.averaged(state)
+    wanted = jax.tree.map(lambda a, b: (a + b) / 2, state.params['adapters'], start['adapters'])
+    close(used['adapters'], wanted, rtol=1e-5, atol=1e-6)
+    assert used['embed'] is state.params['embed']
+
+
+def test_a_critic_of_its_own_is_refused():
+    model, _ = adapted()
+    own = models.build(dataclasses.replace(CONFIG, value_head=True))
+    optimizer = learner.make_optimizer(learner.OptimizerConfig())
+    with pytest.raises(ValueError, match='adapters'):
+        learner.make_learner(
+            model, po.algorithms.ppo_clip(), optimizer, critic=learner.Critic(optimizer, own)
+        )
+
+
+def test_the_reference_is_the_base_without_a_copy():
+    _, params = adapted()
+    still = reference.make_reference(params, fresh=True)
+    assert still.params is None
+    assert set(still.of(params)) == set(params) - {'adapters'}
+    assert still.of(params)['embed'] is params['embed']
+    synced = reference.make_reference(params, every=2)
+    assert set(synced.params) == {'adapters'}
+    later = {**params, 'adapters': jax.tree.map(lambda x: x + 1, params['adapters'])}
+    for step, wanted in ((1, params), (2, later)):
+        found = synced.update(step, later).of(later)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+RUN = get_config(
+    'tiny',
+    model=dict(embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=2, mlp_dim=32),
+    algorithm='policyopt.algorithms.grpo',
+    algorithm_kw={},
+    dynamic_sampling=False,
+    router={},
+    replay={},
+    warm_start=None,
+    adapters=dict(rank=2, alpha=4.0, targets=('attention', 'mlp')),
+    minibatches=1,
+    steps=1,
+    ema=None,
+    evaluation=dict(every=9, batch=16, temperature=0.0, samples=0),
+    checkpoint=dict(every=1, keep=9),
+)
+
+
+def test_a_run_keeps_adapters_names_its_base_and_goes_on(tmp_path):
+    workdir = tmp_path / 'run'
+    run(RUN, workdir)
+    (workdir / 'metrics.jsonl').write_text(
+        ''.join(
+            line + '\n'
+            for line in (workdir / 'metrics.jsonl').read_text().splitlines()
+            if '"result"' not in line
+        )
+    )
+    job = train.start({**RUN, 'steps': 2}, workdir)
+    with job.lock, job.checkpoints:
+        assert job.resumed
+        loop = reinforce.make_loop(job.setup, workdir, job.checkpoints, stopping.Stop())
+        point = reinforce.resume(job.setup, loop)
+        assert point.step == 1 and point.reference.params is None
+        assert set(point.base) == {'path', 'digest'} and point.base['digest']
+        base_lib.check_base(workdir, {'base': point.base}, point.base)
+        with pytest.raises(checkpoint.CheckpointError, match='another|belong'):
+            base_lib.check_base(workdir, {'base': {'path': None, 'digest': 1}}, point.base)
+        saved = {p.name for p in (workdir / 'checkpoints' / '1' / 'state').iterdir()}
+        assert saved
+    found = policy.load(policy.find(workdir))
+    assert set(found.params) == {'adapters', 'dense', 'embed', 'norm'}
+    done = export.export(workdir, tmp_path / 'folder')
+    again, params = models.load(tmp_path / 'folder')
+    tokens = TOKENS % 12
+    np.testing.assert_allclose(
+        again.apply(params, tokens).logits,
+        found.model.apply(found.params, tokens).logits,
+        atol=1e-5,
+    )
+    assert done.model.adapters is None
+
+
+def test_what_would_have_no_effect_is_refused():
+    for changes, text in (
+        (dict(adapters=dict(rank=0)), 'rank is 0: nothing'),
+        (dict(adapters=dict(targets=('experts',))), 'lacks'),
+        (dict(adapters=dict(ranks=1)), 'Did you mean `rank`'),
+        (dict(chat={}), r'chat has no effect without config\.model\.path'),
+    ):
+        with pytest.raises(ValueError, match=text):
+            recipe.prepare({**RUN, **changes})

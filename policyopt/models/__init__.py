@@ -2,6 +2,7 @@
 
 from policyopt.models.adapters import AdapterConfig, attach, merge
 from policyopt.models.cache import Cache
+from policyopt.models.chat import Chat, ChatConfig
 from policyopt.models.config import ModelConfig, RopeScaling
 from policyopt.models.loading import load, save
 from policyopt.models.moe import MoEConfig
@@ -11,6 +12,8 @@ from policyopt.models.transformer import Hidden, Model, Output, build
 __all__ = [
     'AdapterConfig',
     'Cache',
+    'Chat',
+    'ChatConfig',
     'Hidden',
     'MoEConfig',
     'Model',
