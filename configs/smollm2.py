@@ -61,11 +61,12 @@ def get_config(argument=None):
     c.model = dict(path=chosen['model'] or weights(), precision='highest')
     # Scorers read the answer as a number, and the model never gives one without words before it.
     c.chat = dict(prefill='The answer is')
-    common = dict(form='full', held_out=64, size=4000, prompt_width=PROMPT, on_bad_row='skip')
+    common = dict(form='full', size=4000, prompt_width=PROMPT, on_bad_row='skip')
     sums = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+    # At first no word problem is right at once, and a group of wrong answers has no gradient.
     c.tasks = dict(
-        chain_sum=dict(name='chain_sum', kw=sums, **common),
-        gsm_symbolic=dict(name='gsm_symbolic', **common),
+        chain_sum=dict(name='chain_sum', kw=sums, held_out=128, weight=3.0, **common),
+        gsm_symbolic=dict(name='gsm_symbolic', held_out=64, **common),
     )
 
     c.algorithm = f'policyopt.algorithms.{name}'
@@ -85,5 +86,5 @@ def get_config(argument=None):
         c.adapters = dict(rank=8, alpha=16.0, targets=('attention', 'mlp'))
         c.optimizer.learning_rate = 2e-4
     c.evaluation = dict(every=30, batch=64, temperature=0.0, samples=8)
-    c.checkpoint = dict(every=5, keep=2)
+    c.checkpoint = dict(every=2, keep=2)
     return c

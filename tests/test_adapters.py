@@ -18,11 +18,11 @@ from policyopt import (
     policy,
     recipe,
     reference,
-    reinforce,
     sharding,
     stopping,
     train,
 )
+from policyopt import loop as loop_lib
 from policyopt import state as state_lib
 from policyopt.models import adapters
 from tests.learning import close, fresh, none, on_policy, random_batch
@@ -297,8 +297,8 @@ def test_a_run_keeps_adapters_names_its_base_and_goes_on(tmp_path):
     job = train.start({**RUN, 'steps': 2}, workdir)
     with job.lock, job.checkpoints:
         assert job.resumed
-        loop = reinforce.make_loop(job.setup, workdir, job.checkpoints, stopping.Stop())
-        point = reinforce.resume(job.setup, loop)
+        loop = loop_lib.make_loop(job.setup, workdir, job.checkpoints, stopping.Stop())
+        point = loop_lib.resume(job.setup, loop)
         assert point.step == 1 and point.reference.params is None
         assert set(point.base) == {'path', 'digest'} and point.base['digest']
         base_lib.check_base(workdir, {'base': point.base}, point.base)

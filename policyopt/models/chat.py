@@ -7,6 +7,7 @@ sampled: no answer is ever rendered and encoded again.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ MARKER = re.compile(r'<[|｜][^<>|｜\s]+[|｜]>')
 # A conversation to try a template on.
 FIRST, ANSWER, SECOND = 'What is 17 + 25?', 'It is 42.', 'And twice that?'
 THOUGHT = '<think>\n17 + 25 = 42\n</think>\n\n' + ANSWER
-OWN = ('messages', 'add_generation_prompt', 'tools', 'documents')
+CLOCK = 'strftime_now'
+OWN = ('messages', 'add_generation_prompt', 'tools', 'documents', CLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +33,25 @@ class ChatConfig:
       prefill: how every answer begins; the model goes on from there, and only what it adds is its
         answer.
       variables: further variables of the template, such as enable_thinking.
+      date: the day that a template which asks for it is told, as 2024-07-26; None tells none, so
+        that prompts don't depend on the day of the run.
+
+    Raises ValueError for a date that is none.
     """
 
     system: str | None = None
     prefill: str = ''
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    date: str | None = None
+
+    def __post_init__(self):
+        if self.date is not None:
+            try:
+                datetime.date.fromisoformat(self.date)
+            except ValueError as error:
+                raise ValueError(
+                    f'config.chat.date is {self.date!r}; legal is a day, as 2024-07-26'
+                ) from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,10 +89,19 @@ class Chat:
                 messages=messages,
                 add_generation_prompt=prompt,
                 **_tokens(self.tokenizer),
+                **self._clock(),
                 **self.config.variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f'the chat template refuses the conversation: {error}') from error
+            more = '; give it a day by config.chat.date' if CLOCK in str(error) else ''
+            raise ValueError(
+                f'the chat template refuses the conversation: {error}{more}'
+            ) from error
+
+    def _clock(self) -> dict[str, Any]:
+        if self.config.date is None:
+            return {}
+        return {CLOCK: datetime.date.fromisoformat(self.config.date).strftime}
 
     def prompt(self, text: str) -> list[int]:
         """Ids of a problem as the first message, up to where the answer begins.
@@ -126,12 +151,10 @@ def _tokens(tokenizer: Any) -> dict[str, str]:
 
 
 def _compile(source: Any) -> tuple[Any, set[str]]:
-    """A template as `transformers` reads it, and the variables that it looks at.
-
-    `strftime_now` is not there: with it, prompts would depend on the day of the run.
-    """
+    """A template as `transformers` reads it, and the variables that it looks at."""
     # Only chats need the package.
     import jinja2
+    import jinja2.ext
     import jinja2.meta
     import jinja2.sandbox
 
@@ -144,8 +167,19 @@ def _compile(source: Any) -> tuple[Any, set[str]]:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} marks what an assistant says, and writes nothing."""
+
+        tags = {'generation'}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(('name:endgeneration',), drop_needle=True)
+
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
     )
     env.globals['raise_exception'] = refuse
     env.filters['tojson'] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
@@ -187,6 +221,10 @@ def make_chat(
                 f'config.chat.variables has {name!r}, which the template never reads.'
                 f'{checks.nearest(name, known)}'
             )
+    if config.date is not None and CLOCK not in names:
+        raise ValueError(
+            f'config.chat.date is {config.date!r}, but the template asks for no day; legal is None'
+        )
     for name in ('bos_token', 'eos_token', 'pad_token'):
         if name in names and name not in _tokens(tokenizer):
             raise ValueError(f'the chat template writes {name}, which the tokenizer does not name')

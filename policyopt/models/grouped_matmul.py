@@ -236,7 +236,8 @@ def _blocked_backward(block, axes, precision, saved, dy):
         gated, silu_vjp = jax.vjp(jax.nn.silu, g)
         inner = gated * u
         scaled = (inner * scale).astype(x.dtype)
-        dinner, found = _dot(dout, w[1], (1, 1), precision), {}
+        dinner = _dot(dout, w[1], (1, 1), precision)
+        found: Any = {}
         if 'down' in low:
             # `scaled` has the slot's weight in it; the rows' gradient gets it below.
             found['down'], more = _low_backward(scaled, low, 'down', dout, precision)
