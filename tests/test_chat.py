@@ -49,7 +49,7 @@ FORGETFUL = """{% set ns = namespace(last=0) %}
 RARE = """{% if tools %}{{ tools | tojson }}{% endif %}
 {% for message in messages %}
 {% if loop.index0 > 5 %}{% break %}{% endif %}
-<|im_start|>{{ message | tojson }}: {% generation %}{{ message.content }}{% endgeneration %}{{ '' -}}
+<|im_start|>{{ message | tojson }}: {% generation %}{{ message.content }}{% endgeneration -%}
 <|im_end|>
 {% endfor %}
 {% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}
@@ -292,6 +292,7 @@ def config_of(path, **changes):
             form='full',
             size=60,
             held_out=4,
+            held_out_share=0.2,
             prompt_width=128,
         ),
         algorithm='policyopt.algorithms.grpo',
