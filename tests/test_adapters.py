@@ -381,7 +381,7 @@ def test_any_checkpoint_trains(kind, tmp_path):
         config |= dict(adapters=None, algorithm='policyopt.algorithms.deepseek_v32')
     config |= dict(reward='tests.reward_functions.odd', judge=dict(workers=0))
     run(config, workdir)
-    (step,) = (r for r in metrics.read(workdir / 'metrics.jsonl') if r['stage'] == 'rl')
+    step = next(r for r in metrics.read(workdir / 'metrics.jsonl') if r['stage'] == 'rl')
     assert step['skipped'] == 0 and step['update_norm'] > 0 and abs(step['kl_behavior/k3']) < 1e-6
     start = models.load(path)[1]
     found = policy.load(policy.find(workdir))
