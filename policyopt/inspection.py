@@ -33,6 +33,7 @@ from policyopt import (
     scoring,
     settings,
     sharding,
+    state,
     unusual,
 )
 from policyopt import critic as critic_lib
@@ -176,12 +177,16 @@ def _scores(
     scores = None
     if step is not None:
         try:
-            state = jax.device_get(policy.read(workdir, setup, step))
+            train = jax.device_get(policy.read(workdir, setup, step)[0])
         except checkpoint.CheckpointError as error:
             notes.append(f'the checkpoint of step {step} is not usable: {error}')
         else:
-            scores = rescored(setup, state, batch)
-            if checkpoint.fingerprint(state.params) == origin.params:
+            seen = checkpoint.fingerprint(train.params)
+            if setup.model.adapters is not None:  # checkpoints hold them alone
+                whole = state.merged(recipe.first_params(setup), train.params)
+                train = dataclasses.replace(train, params=whole)
+            scores = rescored(setup, train, batch)
+            if seen == origin.params:
                 return scores, _recomputed(step, scores, batch, recorded)
     kind, what = 'recorded', 'as recorded in the file'
     if recorded is None:

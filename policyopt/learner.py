@@ -165,6 +165,11 @@ def _check(bound: Binding, temperature: float, parts: int, buckets: LengthBucket
         raise ValueError(f'router={bound.router} for a model without experts; legal is 0 for both')
     if bound.critic is None:
         return
+    if bound.own is not None and getattr(bound.model, 'adapters', None) is not None:
+        raise ValueError(
+            "critic has its own trunk, all of which would be trained beside the policy's adapters; "
+            'legal is a value head on the shared trunk'
+        )
     if bound.own is None and not config.value_head:
         raise ValueError(
             'critic shares the trunk of a model without a value head; set value_head=True, or give '

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from policyopt import data, evaluate, hosts, profiling, recipe, stopping
+from policyopt import base, data, evaluate, hosts, profiling, recipe, stopping
 from policyopt import rollout as rollout_lib
 from policyopt import workdir as workdir_lib
 from policyopt.checkpoint import Checkpoints, Progress
@@ -16,6 +17,7 @@ from policyopt.learner import Learner, TrainState
 from policyopt.recipe import Setup
 from policyopt.reference import Reference, make_reference
 from policyopt.rewards import Ledger, Page
+from policyopt.state import kept, merged
 from policyopt.workdir import RECORDS, SAMPLES, TIMINGS
 
 
@@ -73,6 +75,7 @@ class Point(NamedTuple):
       skipped: skipped updates in a row.
       before: held-out accuracy at the start of the stage.
       warm_steps: steps of the warm start.
+      base: what the adapters belong to, see `base.base_of`; None without adapters.
     """
 
     state: TrainState
@@ -81,6 +84,7 @@ class Point(NamedTuple):
     skipped: int
     before: evaluate.Accuracy
     warm_steps: int
+    base: dict[str, Any] | None = None
 
 
 def make_loop(
@@ -115,17 +119,22 @@ def new_point(
 ) -> Point:
     """The start of the RL stage."""
     c = setup.config
-    reference = make_reference(params, c.reference_every, 'logp_ref' in setup.needed)
+    reference = make_reference(
+        params, c.reference_every, 'logp_ref' in setup.needed, fresh=warm_steps == 0
+    )
     critic = recipe.critic_params(setup, params)
     state = loop.learner.init(params, jax.random.key(c.seed + 1), critic)
-    return Point(state, reference, 0, 0, before, warm_steps)
+    belongs = base.base_of(setup.model, c.model.get('path'), params)
+    return Point(state, reference, 0, 0, before, warm_steps, belongs)
 
 
 def save(loop: Loop, point: Point) -> None:
     """Save a point, and how far its metrics and problems have come."""
     if loop.checkpoints is None:
         return
-    notes = {'before': point.before, 'warm_steps': point.warm_steps}
+    notes: dict[str, Any] = {'before': point.before, 'warm_steps': point.warm_steps}
+    if point.base is not None:
+        notes['base'] = point.base
     notes['samples'] = workdir_lib.position(loop.samples)
     progress = Progress(
         step=point.step,
@@ -134,7 +143,7 @@ def save(loop: Loop, point: Point) -> None:
         skipped=point.skipped,
         notes=notes,
     )
-    loop.checkpoints.save(point.state, point.reference and point.reference.params, progress)
+    loop.checkpoints.save(kept(point.state), point.reference and point.reference.params, progress)
     if loop.ledger is not None and (whole := loop.checkpoints.steps()):
         loop.ledger.prune(whole[0])
 
@@ -143,21 +152,22 @@ def resume(setup: Setup, loop: Loop) -> Point:
     """The point of the last usable checkpoint; metrics and problems go back to it."""
     assert loop.checkpoints is not None
 
-    def template() -> tuple[TrainState, Any]:
-        point = new_point(setup, loop, recipe.first_params(setup), evaluate.Accuracy(0, 0), 0)
-        return point.state, point.reference and point.reference.params
-
-    saved = loop.checkpoints.restore(template)
+    # Whether there was a warm start decides what the reference of adapters holds.
+    warm = int(setup.config.warm_start is not None)
+    point = new_point(setup, loop, recipe.first_params(setup), evaluate.Accuracy(0, 0), warm)
+    held = point.reference and point.reference.params
+    saved = loop.checkpoints.restore(lambda: (kept(point.state), held))
     progress = saved.progress
+    base.check_base(loop.workdir, progress.notes, point.base)
     if hosts.first():
         workdir_lib.cut(loop.records, progress.records)
         workdir_lib.cut(loop.samples, progress.notes.get('samples', 0))
     loop.source.set_state(progress.source)  # type: ignore[attr-defined]
-    reference = None
-    if saved.reference is not None:
-        reference = Reference(saved.reference, setup.config.reference_every)
+    reference = point.reference and dataclasses.replace(point.reference, params=saved.reference)
+    params = merged(point.state.params, saved.train.params)
+    state = dataclasses.replace(saved.train, params=params)
     correct, total, *lists = progress.notes['before']
     before = evaluate.Accuracy(correct, total, *map(tuple, lists))
     print(f'resumed after RL step {progress.step} of {setup.config.steps}', flush=True)
     warm_steps = progress.notes['warm_steps']
-    return Point(saved.train, reference, progress.step, progress.skipped, before, warm_steps)
+    return Point(state, reference, progress.step, progress.skipped, before, warm_steps, point.base)

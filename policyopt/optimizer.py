@@ -145,6 +145,8 @@ def norm(tree: Any) -> Array:
 
 def group(path: Sequence[str]) -> str:
     """Which of `GROUPS` a parameter belongs to, by the names on the way to it in the params."""
+    if path and path[0] == 'adapters':  # they lie as what they are added to
+        path = path[1:]
     first, last = (path[0], path[-1]) if path else ('', '')
     top = {'embed': 'embedding', 'head': 'head', 'value': 'value', 'reward': 'value'}
     if len(path) == 1 and first in top:

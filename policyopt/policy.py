@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from policyopt import checkpoint, checks, models, recipe
+from policyopt import base, checkpoint, checks, models, recipe, state
 from policyopt.checkpoint import CheckpointError, Checkpoints
 from policyopt.recipe import Setup
+from policyopt.reference import make_reference
 from policyopt.state import TrainState
 from policyopt.workdir import SETTINGS
 
@@ -144,27 +145,33 @@ def load(
             raise ValueError(f'{source.path} has no tokenizer')
         return Policy(model, params, origin)
     setup = recipe.prepare({**source.config, 'mesh': ()}, problems)  # on one device, here
-    found, train = _restore(source, setup, step)
+    found, train, notes = _restore(source, setup, step)
     average = which != 'params' and train.ema is not None
     origin |= {'step': found, 'params': 'ema' if average else 'params'}
     params = jax.device_put(train.ema if average else train.params, jax.local_devices()[0])
+    if setup.model.adapters is not None:
+        start = recipe.first_params(setup)
+        belongs = base.base_of(setup.model, setup.config.model.get('path'), start)
+        base.check_base(source.path, notes, belongs)
+        params = state.merged(start, params)
     return Policy(setup.model, params, origin, setup)
 
 
-def _restore(source: Source, setup: Setup, step: int | None) -> tuple[int, TrainState]:
-    """Step and train state of the checkpoint asked for, or of the newest that is usable."""
+def _restore(source: Source, setup: Setup, step: int | None) -> tuple[int, TrainState, Any]:
+    """Step, state and notes of the checkpoint asked for, or of the newest that is usable."""
     for number in [step] if step is not None else reversed(source.steps):
         try:
-            return number, read(source.path, setup, number)
+            return number, *read(source.path, setup, number)
         except CheckpointError as error:
             print(f'the checkpoint of step {number} is not usable: {error}', flush=True)
     raise CheckpointError(f'no checkpoint of {source.path} is usable')
 
 
-def read(workdir: Path, setup: Setup, step: int) -> TrainState:
-    """Train state of one checkpoint of a run that may be going on, in host memory.
+def read(workdir: Path, setup: Setup, step: int) -> tuple[TrainState, Any]:
+    """Train state and notes of one checkpoint of a run that may be going on, in host memory.
 
-    Raises CheckpointError where it can't be read, or isn't what was saved.
+    With adapters, the state's params are `adapters.trained` alone. Raises CheckpointError where it
+    can't be read, or isn't what was saved.
     """
     reader = _Reader(workdir)
     try:
@@ -178,9 +185,11 @@ def _shapes(setup: Setup) -> Any:
     learner = recipe.make_learner(setup)
 
     def make(params: Any) -> Any:
-        state = learner.init(params, jax.random.key(0), recipe.critic_params(setup, params))
-        reference = params if 'logp_ref' in setup.needed else None
-        return checkpoint.plain({'train': state, 'reference': reference})
+        train = learner.init(params, jax.random.key(0), recipe.critic_params(setup, params))
+        c, needed = setup.config, 'logp_ref' in setup.needed
+        reference = make_reference(params, c.reference_every, needed, fresh=c.warm_start is None)
+        anchor = reference and reference.params
+        return checkpoint.plain({'train': state.kept(train), 'reference': anchor})
 
     given = setup.model.shapes() if setup.params is None else setup.params
     try:
@@ -206,9 +215,10 @@ class _Reader(Checkpoints):
             ),
         )
 
-    def read(self, step: int, wanted: Any) -> TrainState:
-        """The train state of one checkpoint; CheckpointError where it isn't what was saved."""
-        return self._read(step, self._meta(step), wanted)['train']
+    def read(self, step: int, wanted: Any) -> tuple[TrainState, Any]:
+        """Train state and notes of a checkpoint; CheckpointError where it isn't what was saved."""
+        meta = self._meta(step)
+        return self._read(step, meta, wanted)['train'], meta['progress']['notes']
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from policyopt import algorithms, checks, data, layout, models, rewards, settings, shaping
+from policyopt import algorithms, base, checks, data, layout, models, rewards, settings, shaping
 from policyopt import critic as critic_lib
 from policyopt import learner as learner_lib
 from policyopt import rollout as rollout_lib
@@ -141,6 +141,10 @@ class RunConfig:
       replay: of support and routing.
       router: coefficients of load-balance and z-loss of a mixture of experts.
       critic: its own trunk or pretraining; None where neither is wanted.
+      adapters: low-rank additions that are trained in place of the parameters; the reference policy
+        is then the model without them. None trains all parameters.
+      chat: render problems as the first message of a chat, by the template that comes with
+        model.path; None gives them to the model as they are.
       reference_every: RL steps between syncs of the reference policy; None keeps the start.
       ema: decay of the parameters' moving average, which is then what evaluation measures.
       max_skipped: updates in a row whose loss or gradient is not finite, after which a run stops.
@@ -176,6 +180,8 @@ class RunConfig:
     replay: Replay = Replay()
     router: learner_lib.RouterLosses = learner_lib.RouterLosses()
     critic: CriticConfig | None = None
+    adapters: models.AdapterConfig | None = None
+    chat: models.ChatConfig | None = None
     reference_every: int | None = None
     ema: float | None = None
     max_skipped: int = 20
@@ -197,6 +203,15 @@ class RunConfig:
             raise ValueError(
                 f'config.minibatches * config.microbatches is {parts}; legal are divisors of the '
                 f'{rows} rows of a step (rollout.prompts * rollout.group_size)'
+            )
+        if self.adapters is not None and self.adapters.rank == 0:
+            raise ValueError(
+                'config.adapters.rank is 0: nothing would be trained; legal is 1 or more, or '
+                'adapters=None'
+            )
+        if self.chat is not None and 'path' not in self.model:
+            raise ValueError(
+                'config.chat has no effect without config.model.path: the template comes with it'
             )
         if self.sampling.temperature == 0:
             raise ValueError('config.sampling.temperature is 0; training needs one above 0')
@@ -270,11 +285,11 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     own = c.critic is not None and c.critic.own
     rules = layout.run_rules(c.rules)
     mesh = layout.run_mesh(c.mesh, rules)
-    model, params = _model(c, critic and not own, mesh, rules)
+    model, params = base.make_model(c, critic and not own, mesh, rules)
     setup = Setup(
         config=c,
         model=model,
-        critic_model=_with_value_head(model) if own else None,
+        critic_model=base.with_value_head(model) if own else None,
         params=params,
         task=None,
         judge=None,
@@ -326,40 +341,6 @@ def _check_sizes(c: RunConfig, task: data.Task) -> None:
             data.batches(task.train, size, c.seed)
         except ValueError as error:
             raise ValueError(f'config.{name} is {size}: {error}') from error
-
-
-def _model(c: RunConfig, value_head: bool, mesh: Any, rules: Any) -> tuple[Any, Any]:
-    """The model that the config describes or names, and its parameters where it names one."""
-    fields = c.model
-    if 'path' in fields:
-        if c.tokenizer != 'arithmetic':
-            raise ValueError(
-                f'config.tokenizer is {c.tokenizer!r}, but config.model.path brings its own; leave '
-                'it out'
-            )
-        overrides = {name: value for name, value in fields.items() if name != 'path'}
-        if value_head:
-            overrides.setdefault('value_head', True)
-        model, params = models.load(fields['path'], mesh=mesh, rules=dict(rules), **overrides)
-        if model.tokenizer is None:
-            raise ValueError(f'config.model.path is {fields["path"]!r}, which has no tokenizer')
-        return model, params
-    tokenizer = {'arithmetic': data.arithmetic_tokenizer, 'ascii': data.ascii_tokenizer}[
-        c.tokenizer
-    ]()
-    shape = {'vocab_size': tokenizer.vocab_size, 'value_head': value_head, **fields}
-    config = settings.read(models.ModelConfig, shape, 'config.model')
-    if config.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f'config.model.vocab_size is {config.vocab_size}; the tokenizer has '
-            f'{tokenizer.vocab_size} ids'
-        )
-    return models.build(config, tokenizer, dict(rules)), None
-
-
-def _with_value_head(model: Any) -> Any:
-    config = dataclasses.replace(model.config, value_head=True)
-    return models.build(config, model.tokenizer, dict(model.rules))
 
 
 def first_params(setup: Setup) -> Any:

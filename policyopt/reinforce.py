@@ -18,8 +18,10 @@ from policyopt import rollout as rollout_lib
 from policyopt.checkpoint import fingerprint
 from policyopt.learner import TrainState
 from policyopt.loop import Loop, Point, save
+from policyopt.models import adapters
 from policyopt.recipe import Setup
 from policyopt.reference import Reference
+from policyopt.state import averaged
 from policyopt.types import TokenBatch
 from policyopt.workdir import SAMPLES
 
@@ -100,7 +102,7 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
     try:
         collected = loop.collect(
             state,
-            reference and reference.params,
+            reference and reference.of(state.params),
             loop.source,
             key,
             version=step - 1,
@@ -128,7 +130,9 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
     found, logp_new = [], []
     for epoch in range(c.epochs):
         for number, part in enumerate(parts):
-            seen = fingerprint(state.params) if step in loop.save_batches else None
+            seen = (
+                fingerprint(adapters.trained(state.params)) if step in loop.save_batches else None
+            )
             state, values, logp = loop.learner.update(state, part)
             found.append(values)
             logp_new.append(logp)
@@ -197,7 +201,9 @@ def count_skipped(setup: Setup, loop: Loop, point: Point, done: Step) -> int:
         return count
     path = loop.workdir / 'batches' / f'offending_{point.step:06d}.npz'
     # A skipped update leaves the parameters as it saw them.
-    seen = fingerprint(done.state.params) if all(done.skipped[index:]) else None
+    seen = None
+    if all(done.skipped[index:]):
+        seen = fingerprint(adapters.trained(done.state.params))
     if done.sampled:
         epoch, number = divmod(index, len(done.parts))
         place, part, logp_new = (epoch + 1, number + 1), done.parts[number], done.logp_new[index]
@@ -259,7 +265,7 @@ def pretrain_values(
             key = jax.random.fold_in(jax.random.fold_in(state.key, 0), step)
             collected = loop.collect(
                 state,
-                reference and reference.params,
+                reference and reference.of(state.params),
                 loop.source,
                 key,
                 page=loop.page('value_pretraining', step, 1),
@@ -278,7 +284,7 @@ def pretrain_values(
 
 def used(state: TrainState) -> Any:
     """The parameters that evaluation measures: the moving average where there is one."""
-    return state.params if state.ema is None else state.ema
+    return averaged(state)
 
 
 def record_accuracy(setup: Setup, params: Any, loop: Loop, step: int) -> evaluate.Accuracy:

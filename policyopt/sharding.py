@@ -209,8 +209,9 @@ def replicated(tree: Any) -> Any:
 
     Elsewhere they would belong to one device of one process, which others can't restore.
     """
-    mesh = jax.sharding.get_mesh()
-    return tree if mesh.empty else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    if jax.sharding.get_abstract_mesh().empty:  # which may be asked while tracing, too
+        return tree
+    return jax.device_put(tree, NamedSharding(jax.sharding.get_mesh(), PartitionSpec()))
 
 
 def batch_shards(rules: Rules = DEFAULT_RULES) -> int:

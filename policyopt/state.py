@@ -14,6 +14,7 @@ from policyopt import checks, sharding
 from policyopt import optimizer as optimizer_lib
 from policyopt.critic import Critic, CriticState
 from policyopt.losses import controllers as controllers_lib
+from policyopt.models import adapters
 from policyopt.types import Algorithm, Array, LossInputs, Metrics, Scores, struct
 
 
@@ -44,12 +45,13 @@ class TrainState:
 
     Attributes:
       params: parameters of the policy (and of the critic, where the model has a value head);
-        float32 at least, whatever the model computes in.
+        those that are trained are float32 at least, whatever the model computes in. With adapters,
+        they and the value head are trained, and the rest stays as it is.
       opt_state: state of the optimizer.
       controllers: name -> scalar, current values of the algorithm's adaptive coefficients.
       step: scalar int32, updates done, skipped ones included.
       key: source of all noise of the run; never consumed, only folded with step numbers.
-      ema: exponential moving average of `params`; None without one.
+      ema: exponential moving average of the trained part of `params`; None without one.
       critic: CriticState where the learner has a Critic; None without.
     """
 
@@ -104,13 +106,15 @@ def init(bound: Binding, params: Any, key: Array, critic: Any = None) -> TrainSt
             f'critic parameters are {"missing" if critic is None else "given"}, but the critic '
             f'{"has its own trunk" if critic is None else "has none of its own"}'
         )
-    both = optimizer_lib.masters(Both(params, critic))
+    moving = optimizer_lib.masters(adapters.trained(params))
+    both = Both(merged(params, moving), optimizer_lib.masters(critic))
     if not jax.sharding.get_abstract_mesh().empty:
         both = jax.jit(functools.partial(pin_both, bound))(both)
 
     def rest(both: Both) -> tuple[Any, Any, Any]:
-        ema = None if bound.ema is None else jax.tree.map(jnp.copy, both.policy)
-        opt_state, side = bound.optimizer.init(both.policy), None
+        moving = adapters.trained(both.policy)
+        ema = None if bound.ema is None else jax.tree.map(jnp.copy, moving)
+        opt_state, side = bound.optimizer.init(moving), None
         if bound.critic is not None:
             side = bound.critic.optimizer.init(critic_params(bound, both))
         return pin_rest(bound, both, opt_state, ema, side)
@@ -128,6 +132,28 @@ def init(bound: Binding, params: Any, key: Array, critic: Any = None) -> TrainSt
         ema=ema,
         critic=None if side is None else CriticState(params=both.critic, opt_state=side),
     )
+
+
+def merged(params: Any, moving: Any) -> Any:
+    """The parameters with their trained part replaced."""
+    fixed = adapters.frozen(params)
+    return {**fixed, **moving} if fixed else moving
+
+
+def averaged(state: TrainState) -> Any:
+    """The parameters to be used: the moving average where there is one."""
+    return state.params if state.ema is None else merged(state.params, state.ema)
+
+
+def kept(state: TrainState) -> TrainState:
+    """The state as checkpoints hold it: of the parameters, the trained part."""
+    return dataclasses.replace(state, params=adapters.trained(state.params))
+
+
+def moving_of(state: TrainState) -> Both:
+    """The parameters of a state that updates move."""
+    both = both_of(state)
+    return Both(adapters.trained(both.policy), both.critic)
 
 
 def both_of(state: TrainState) -> Both:
@@ -169,7 +195,7 @@ def pin_rest(bound: Binding, both: Both, opt_state: Any, ema: Any, side: Any) ->
 
         return jax.tree.map(lambda x: pin(model, x) if is_params(x) else x, tree, is_leaf=is_params)
 
-    opt_state = like(bound.model, both.policy, opt_state)
+    opt_state = like(bound.model, adapters.trained(both.policy), opt_state)
     if side is not None:
         side = like(bound.own or bound.model, critic_params(bound, both), side)
     return opt_state, pin(bound.model, ema), side

@@ -29,6 +29,8 @@ from policyopt.state import (
     TrainState,
     both_of,
     critic_params,
+    merged,
+    moving_of,
     pin,
     pin_both,
     pin_rest,
@@ -133,7 +135,7 @@ def finish(
     size, critic_size = optimizer_lib.norm(grads.policy), optimizer_lib.norm(grads.critic)
     ok = jnp.isfinite(found.loss) & jnp.isfinite(size) & jnp.isfinite(critic_size)
     params, opt_state, moved = optimizer_lib.apply(
-        bound.optimizer, grads.policy, state.opt_state, state.params, ok
+        bound.optimizer, grads.policy, state.opt_state, moving_of(state).policy, ok
     )
     metrics = norm_metrics('grad_norm', grads.policy) | norm_metrics('update_norm', moved)
     side = state.critic
@@ -159,9 +161,10 @@ def conclude(
     ok: Array,
     metrics: Metrics,
 ) -> tuple[TrainState, Metrics]:
-    """The state with its new parts, laid out, and all metrics of the update."""
+    """The state with its new parts, laid out, and all metrics; `params` are the trained part."""
     ema = None if bound.ema is None else optimizer_lib.average(bound.ema, state.ema, params, ok)
-    both = pin_both(bound, Both(params, None if side is None else side.params))
+    policy = merged(state.params, params)
+    both = pin_both(bound, Both(policy, None if side is None else side.params))
     opt_state, ema, side_state = pin_rest(
         bound, both, opt_state, ema, None if side is None else side.opt_state
     )
@@ -182,10 +185,15 @@ def conclude(
 
 def policy_job(bound: Binding) -> microbatches_lib.Job:
     """The algorithm's update by its gradient."""
+
+    def objective(state: TrainState, moving: Both, part: Part, shared: Shared):
+        params = Both(merged(state.params, moving.policy), moving.critic)
+        return evaluate(bound, params, part, shared)
+
     return microbatches_lib.Job(
         begin=functools.partial(begin, bound),
-        params=both_of,
-        objective=lambda state, params, part, shared: evaluate(bound, params, part, shared),
+        params=moving_of,
+        objective=objective,
         finish=functools.partial(finish, bound),
         pin=functools.partial(pin_both, bound),
     )
@@ -197,31 +205,31 @@ def natural_update(bound: Binding, parts: int) -> Callable[..., Any]:
     def update(state: TrainState, batch: TokenBatch) -> tuple[TrainState, Metrics, Array]:
         whole, shared = begin(bound, state, batch)
         pieces = microbatches_lib.split(whole, parts, bound.rules)
-        critic = both_of(state).critic
+        moving, critic = moving_of(state)
         tokens = jnp.maximum(jnp.sum(whole.batch.mask != 0), 1)
 
         def looked(params: Any, part: Part):
-            return evaluate(bound, Both(params, critic), part, shared)
+            return evaluate(bound, Both(merged(state.params, params), critic), part, shared)
 
         def kl(params: Any, part: Part, centred: bool = False) -> Array:
-            logp = bound.score(params, part.batch)[0].logp_new
+            logp = bound.score(merged(state.params, params), part.batch)[0].logp_new
             old = jax.lax.stop_gradient(logp) if centred else part.batch.logp_old
             gap = masked.select(part.batch.mask, logp - old)
             return jnp.sum(masked.exp_excess(gap)) / tokens
 
         _, (found, logp_new) = jax.lax.scan(
-            lambda _, part: (None, looked(state.params, part)[1]), None, pieces
+            lambda _, part: (None, looked(moving, part)[1]), None, pieces
         )
         found = microbatches_lib.total(found)
         params, metrics = bound.algorithm.update.step(  # type: ignore[misc]
-            state.params,
+            moving,
             summed(lambda params, part: looked(params, part)[0], pieces),
             summed(kl, pieces),
             summed(functools.partial(kl, centred=True), pieces),
         )
         ok = jnp.isfinite(found.loss) & (metrics['trust_region/nonfinite'].value == 0)
-        params = optimizer_lib.where(ok, params, state.params)
-        moved = jax.tree.map(jnp.subtract, params, state.params)
+        params = optimizer_lib.where(ok, params, moving)
+        moved = jax.tree.map(jnp.subtract, params, moving)
         metrics |= norm_metrics('update_norm', moved)
         state, metrics = conclude(
             bound, state, params, state.opt_state, state.critic, found, ok, metrics

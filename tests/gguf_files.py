@@ -87,7 +87,17 @@ def trained():
     return inner
 
 
-def write(path, quantization=Quantization.F32, family='llama', change=None, tokenizer=True):
+TEMPLATE = '{{ messages }}'
+
+
+def write(
+    path,
+    quantization=Quantization.F32,
+    family='llama',
+    change=None,
+    tokenizer=True,
+    chat_template=TEMPLATE,
+):
     writer = gguf.GGUFWriter(path, family)
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
@@ -98,7 +108,7 @@ def write(path, quantization=Quantization.F32, family='llama', change=None, toke
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(5000.0)
     if tokenizer:
-        add_byte_level(writer)
+        add_byte_level(writer, chat_template)
     if change:
         change(writer)
     stored = {}
@@ -125,7 +135,7 @@ def write(path, quantization=Quantization.F32, family='llama', change=None, toke
     return stored
 
 
-def add_byte_level(writer):
+def add_byte_level(writer, chat_template=TEMPLATE):
     vocab = trained().get_vocab(with_added_tokens=True)
     tokens = sorted(vocab, key=vocab.get)
     merges = json.loads(trained().to_str())['model']['merges']
@@ -139,4 +149,4 @@ def add_byte_level(writer):
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
-    writer.add_chat_template('{{ messages }}')
+    writer.add_chat_template(chat_template)

@@ -101,6 +101,11 @@ def moody():
     return reward
 
 
+def odd():
+    """Right where the first token is odd, which any policy has to learn."""
+    return lambda text, tokens, example: Verdict(float(tokens[0] % 2), 'first token')
+
+
 def broken():
     """A reward that loads in no other process than the one that trains."""
     if 'jax' not in sys.modules:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from policyopt import checks, settings
 from policyopt.data import gym, jsonl
 from policyopt.data.rows import BadRow, Row, in_held_out, loads, report
-from policyopt.data.tasks import Encoder, Item, TaskConfig
+from policyopt.data.tasks import Encoder, Item, TaskConfig, prompt_ids
 
 HELD_OUT_SHARE = TaskConfig.held_out_share
 OF_GYM = ('kw', 'size', 'seed', 'form')  # fields that say nothing of files and folders
@@ -145,7 +145,7 @@ def items(
     found, bad = [], list(problems.bad)
     for row in problems.rows:
         try:
-            ids = tuple(tokenizer.encode(row.prompt))
+            ids = prompt_ids(tokenizer, row.prompt)
             if not 1 <= len(ids) <= width:
                 raise ValueError(
                     f'{row.prompt[:40]!r} has {len(ids)} tokens; there is room for {width}'

@@ -28,6 +28,11 @@ class Encoder(Protocol):
         ...
 
 
+def prompt_ids(tokenizer: Encoder, text: str) -> tuple[int, ...]:
+    """Ids of a problem as the model is asked it: as a chat, where the tokenizer renders one."""
+    return tuple(getattr(tokenizer, 'prompt', tokenizer.encode)(text))
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
     """Which problems there are: of a reasoning-gym dataset, a published one, or a file.
@@ -263,7 +268,7 @@ def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> 
         splits[split] = []
         for row in rows:
             try:
-                ids = tuple(tokenizer.encode(row.prompt))
+                ids = prompt_ids(tokenizer, row.prompt)
                 answer = len(tokenizer.encode(row.entry['answer'])) + 1
                 if len(ids) > config.prompt_width:
                     raise ValueError(

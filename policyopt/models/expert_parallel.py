@@ -105,6 +105,8 @@ def moe_layer_sharded(
     down: Any = P(experts or None, mlp or None)
     in_specs = (by_token, whole, whole, by_expert, by_expert, down, by_token, by_token)
     out_specs = (by_token, Routes(by_token, by_token, RouterStats(*[whole] * 7)))
+    adapters = dict(params.get('adapters') or {})
+    in_specs += ({name: _adapter_specs(name, experts, mlp) for name in adapters},)
     routed, routes = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(
         x,
         params['router'],
@@ -114,8 +116,15 @@ def moe_layer_sharded(
         params['down'],
         valid,
         routing,
+        adapters,
     )
     return finish(x, routed, routes, params, config, valid)
+
+
+def _adapter_specs(name: str, experts: Axes, mlp: Axes) -> dict[str, Any]:
+    """Layout of an expert's adapter: a [E,in,r] and b [E,r,out], split as its kernel is."""
+    inner, outer = (mlp, ()) if name == 'down' else ((), mlp)
+    return {'a': P(experts or None, inner or None), 'b': P(experts or None, None, outer or None)}
 
 
 def _local_layer(config: MoEConfig, backend: str, tokens: Axes, experts: Axes, mlp: Axes):
@@ -128,7 +137,7 @@ def _local_layer(config: MoEConfig, backend: str, tokens: Axes, experts: Axes, m
         """Arrays that differ over some axes, as differing over all; gradients are then summed."""
         return jax.lax.pcast(tree, tuple(a for a in axes if a not in over), to='varying')
 
-    def layer(x, router, bias, gate, up, down, valid, routing):
+    def layer(x, router, bias, gate, up, down, valid, routing, adapters):
         routes = route(x, router, bias, config, valid, routing)
         ids, weights = routes.experts, routes.weights
         if gathered:
@@ -136,6 +145,10 @@ def _local_layer(config: MoEConfig, backend: str, tokens: Axes, experts: Axes, m
         if experts:
             ids = ids - jax.lax.axis_index(experts) * gate.shape[0]
         gate, up, down = vary((gate, up, down), experts + mlp)
+        low = {}
+        for name, own in adapters.items():
+            split = {'a': mlp if name == 'down' else (), 'b': () if name == 'down' else mlp}
+            low[name] = {key: vary(own[key], experts + split[key]) for key in own}
         y = gm.grouped_swiglu(
             vary(x, tokens),
             gate,
@@ -146,6 +159,7 @@ def _local_layer(config: MoEConfig, backend: str, tokens: Axes, experts: Axes, m
             backend=backend,
             precision=config.precision,
             axes=axes,
+            adapters=low,
         )
         if gathered:
             y = jax.lax.psum_scatter(y, gathered, tiled=True)

@@ -12,6 +12,7 @@ is then the way out.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -146,9 +147,27 @@ def _over_blocks(sizes: Array, block: int, enter, body, leave, carry):
     return jax.lax.fori_loop(0, jnp.sum(sizes > 0), per_expert, carry)
 
 
-def _hidden(rows, gate_up, precision):
+def _hidden(rows, gate_up, low, precision):
     """Pre-activations of a block in float32 at least: gate and up projections."""
-    return jnp.split(_dot(rows, gate_up, (1, 0), precision), 2, axis=1)
+    g, u = jnp.split(_dot(rows, gate_up, (1, 0), precision), 2, axis=1)
+    return _plus(g, rows, low, 'gate', precision), _plus(u, rows, low, 'up', precision)
+
+
+def _plus(y, rows, low, name, precision):
+    """A projection of a block of rows, and what the expert's adapter adds, if it has one."""
+    if name not in low:
+        return y
+    inner = _dot(rows, low[name]['a'], (1, 0), precision).astype(rows.dtype)
+    return y + _dot(inner, low[name]['b'], (1, 0), precision)
+
+
+def _low_backward(rows, low, name, dout, precision):
+    """Gradients of what an adapter adds: those of a and b, and of the rows."""
+    a, b = low[name]['a'], low[name]['b']
+    inner = _dot(rows, a, (1, 0), precision).astype(rows.dtype)
+    dinner = _dot(dout, b, (1, 1), precision).astype(rows.dtype)
+    da, db = _dot(rows, dinner, (0, 0), precision), _dot(inner, dout, (0, 0), precision)
+    return {'a': da, 'b': db}, _dot(dinner, a, (1, 1), precision)
 
 
 def _side_by_side(gate, up, down):
@@ -162,17 +181,20 @@ def _block_tokens(source, start, left, block, k):
     return jnp.where((jnp.arange(block) < left) & (source >= 0), source // k, -1)
 
 
-def _blocked_forward(x, gate, up, down, weights, layout, block, axes, precision):
+def _blocked_forward(x, gate, up, down, weights, layout, adapters, block, axes, precision):
     k = weights.shape[1]
     slot_weights = _rows(weights.reshape(-1, 1), layout.source)
 
     def enter(expert):
-        return _side_by_side(gate[expert], up[expert], down[expert]), ()
+        low = jax.tree.map(lambda w: w[expert], adapters)
+        return (_side_by_side(gate[expert], up[expert], down[expert]), low), ()
 
-    def body(w, start, left, state, out):
+    def body(constants, start, left, state, out):
+        w, low = constants
         rows = _rows(x, _block_tokens(layout.source, start, left, block, k))
-        g, u = _hidden(rows, w[0], precision)
-        y = _dot((jax.nn.silu(g) * u).astype(x.dtype), w[1], (1, 0), precision)
+        g, u = _hidden(rows, w[0], low, precision)
+        inner = (jax.nn.silu(g) * u).astype(x.dtype)
+        y = _plus(_dot(inner, w[1], (1, 0), precision), inner, low, 'down', precision)
         y = y * jax.lax.dynamic_slice_in_dim(slot_weights, start, block)
         # Rows past the expert's are the next one's, which comes later and writes its own.
         return state, jax.lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), start, 0)
@@ -182,18 +204,18 @@ def _blocked_forward(x, gate, up, down, weights, layout, block, axes, precision)
     return _sum_rows(out, layout.row.reshape(-1, k))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _blocked(x, gate, up, down, weights, layout, block, axes, precision):
-    return _blocked_forward(x, gate, up, down, weights, layout, block, axes, precision)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
+def _blocked(x, gate, up, down, weights, layout, adapters, block, axes, precision):
+    return _blocked_forward(x, gate, up, down, weights, layout, adapters, block, axes, precision)
 
 
-def _blocked_save(x, gate, up, down, weights, layout, block, axes, precision):
-    y = _blocked_forward(x, gate, up, down, weights, layout, block, axes, precision)
-    return y, (x, gate, up, down, weights, layout)
+def _blocked_save(x, gate, up, down, weights, layout, adapters, block, axes, precision):
+    y = _blocked_forward(x, gate, up, down, weights, layout, adapters, block, axes, precision)
+    return y, (x, gate, up, down, weights, layout, adapters)
 
 
 def _blocked_backward(block, axes, precision, saved, dy):
-    x, gate, up, down, weights, layout = saved
+    x, gate, up, down, weights, layout, adapters = saved
     k = weights.shape[1]
     slot_weights = _rows(weights.reshape(-1, 1), layout.source)
     wide = weights.dtype
@@ -201,49 +223,65 @@ def _blocked_backward(block, axes, precision, saved, dy):
 
     def enter(expert):
         w = _side_by_side(gate[expert], up[expert], down[expert])
-        return w, tuple(_zeros(x.shape, wide, axes) for x in w)
+        low = jax.tree.map(lambda w: w[expert], adapters)
+        return (w, low), jax.tree.map(lambda x: _zeros(x.shape, wide, axes), low or w)
 
-    def body(w, start, left, state, carry):
-        dgate_up, ddown = state
+    def body(constants, start, left, state, carry):
+        w, low = constants
         grads, dx, dweights = carry
         token = _block_tokens(layout.source, start, left, block, k)
         rows, dout = _rows(x, token), _rows(dy, token).astype(x.dtype)
         scale = jax.lax.dynamic_slice_in_dim(slot_weights, start, block)
-        g, u = _hidden(rows, w[0], precision)
+        g, u = _hidden(rows, w[0], low, precision)
         gated, silu_vjp = jax.vjp(jax.nn.silu, g)
         inner = gated * u
+        scaled = (inner * scale).astype(x.dtype)
         dinner = _dot(dout, w[1], (1, 1), precision)
+        found: Any = {}
+        if 'down' in low:
+            # `scaled` has the slot's weight in it; the rows' gradient gets it below.
+            found['down'], more = _low_backward(scaled, low, 'down', dout, precision)
+            dinner = dinner + more
         dweights = update(dweights, jnp.sum(inner * dinner, -1, keepdims=True), start)
         dinner = dinner * scale
         dgu = jnp.concatenate([silu_vjp(dinner * u)[0], dinner * gated], axis=1).astype(x.dtype)
-        ddown = ddown + _dot((inner * scale).astype(x.dtype), dout, (0, 0), precision)
-        dgate_up = dgate_up + _dot(rows, dgu, (0, 0), precision)
         drows = _dot(dgu, w[0], (1, 1), precision)
-        return (dgate_up, ddown), (grads, update(dx, drows.astype(dx.dtype), start), dweights)
+        if not adapters:
+            ddown = _dot(scaled, dout, (0, 0), precision)
+            found = (_dot(rows, dgu, (0, 0), precision), ddown)
+        for name, part in zip(('gate', 'up'), jnp.split(dgu, 2, axis=1), strict=True):
+            if name in low:
+                found[name], more = _low_backward(rows, low, name, part, precision)
+                drows = drows + more
+        state = jax.tree.map(jnp.add, state, found)
+        return state, (grads, update(dx, drows.astype(dx.dtype), start), dweights)
 
     def leave(expert, state, carry):
-        grads = tuple(
-            jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), expert, 0)
-            for old, new in zip(carry[0], (*jnp.split(state[0], 2, axis=1), state[1]), strict=True)
-        )
-        return grads, *carry[1:]
+        new = state if adapters else (*jnp.split(state[0], 2, axis=1), state[1])
+
+        def put(old, new):
+            return jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), expert, 0)
+
+        return jax.tree.map(put, carry[0], new), *carry[1:]
 
     size = layout.source.shape[0]
     carry = (
-        tuple(_zeros(w.shape, w.dtype, axes) for w in (gate, up, down)),
+        jax.tree.map(lambda w: _zeros(w.shape, w.dtype, axes), adapters or (gate, up, down)),
         _zeros((size, x.shape[1]), wide, axes),
         _zeros((size, 1), wide, axes),
     )
     grads, dx, dweights = _over_blocks(layout.sizes, block, enter, body, leave, carry)
     dx = _sum_rows(dx, layout.row.reshape(-1, k)).astype(x.dtype)
     dweights = _rows(dweights, layout.row).reshape(weights.shape)
-    return dx, *grads, dweights, None
+    if adapters:
+        return dx, None, None, None, dweights, None, grads
+    return dx, *grads, dweights, None, {}
 
 
 _blocked.defvjp(_blocked_save, _blocked_backward)
 
 
-def _ragged(x, gate, up, down, weights, layout, precision):
+def _ragged(x, gate, up, down, weights, layout, adapters, precision):
     k = weights.shape[1]
     token = jnp.where(layout.source >= 0, layout.source // k, -1)
     rows = take_rows(x, token, layout.row.reshape(-1, k))
@@ -253,8 +291,15 @@ def _ragged(x, gate, up, down, weights, layout, precision):
             rows, w, layout.sizes, precision=precision, preferred_element_type=weights.dtype
         )
 
-    inner = jax.nn.silu(product(rows, gate)) * product(rows, up)
-    out = product(inner.astype(x.dtype), down)
+    def project(rows, name, w):
+        y = product(rows, w)
+        if name not in adapters:
+            return y
+        own = adapters[name]
+        return y + product(product(rows, own['a']).astype(x.dtype), own['b'])
+
+    inner = jax.nn.silu(project(rows, 'gate', gate)) * project(rows, 'up', up)
+    out = project(inner.astype(x.dtype), 'down', down)
     picked = take_rows(out, layout.row, layout.source[:, None])
     return jnp.sum(picked.reshape(*weights.shape, -1) * weights[:, :, None], axis=1)
 
@@ -270,6 +315,7 @@ def grouped_swiglu(
     backend: str,
     precision: Any = 'highest',
     axes: tuple[str, ...] = (),
+    adapters: Mapping[str, Any] | None = None,
 ) -> Array:
     """Gate-weighted sum of the chosen experts' outputs for each token, [N,D] float32 at least.
 
@@ -282,6 +328,8 @@ def grouped_swiglu(
       precision: of the matmuls, which add up in float32 at least.
       axes: inside `shard_map`, the mesh axes that the operands differ over: all of them must differ
         over all of these.
+      adapters: low-rank additions by projection (gate, up, down): a [E,in,r] and b [E,r,out] in x's
+        dtype add (rows @ a) @ b. With them gate, up and down are constants, without a gradient.
 
     'blocked' keeps no [N*k,F] array: the backward pass computes the hidden layer again, block by
     block, so that forward and backward do the work of 11 matmuls where a plain layer has 9.
@@ -289,10 +337,12 @@ def grouped_swiglu(
     chex.assert_rank([x, gate, up, down, ids, weights], [2, 3, 3, 3, 2, 2])
     chex.assert_equal_shape([ids, weights])
     chex.assert_trees_all_equal_dtypes(x, gate, up, down)
-    experts = gate.shape[0]
+    experts, adapters = gate.shape[0], dict(adapters or {})
+    if adapters:
+        gate, up, down = jax.lax.stop_gradient((gate, up, down))
     if backend == 'ragged':
         layout = sort_by_expert(ids.ravel(), experts)
-        return _ragged(x, gate, up, down, weights, layout, precision)
+        return _ragged(x, gate, up, down, weights, layout, adapters, precision)
     block = block_rows(ids.size, experts)
     layout = sort_by_expert(ids.ravel(), experts, slack=block)
-    return _blocked(x, gate, up, down, weights, layout, block, axes, precision)
+    return _blocked(x, gate, up, down, weights, layout, adapters, block, axes, precision)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,12 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
+from policyopt.models.adapters import SWIGLU
 from policyopt.models.config import ModelConfig
 from policyopt.models.expert_parallel import moe_layer_sharded
 from policyopt.sharding import DEFAULT_RULES, Rules, constrain
 from policyopt.types import Array
 
 SHARED = 1 << 20  # numbers
+# Adapters of some projections of a layer, by name, as `adapters.ready` makes them.
+Adapters = Mapping[str, Any]
+NONE: Adapters = MappingProxyType({})
 # q [B,T,H,hd], k, v [B,T,KV,hd] -> mixed values [B,T,H,hd], and whatever state came of it.
 Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
 
@@ -134,12 +139,14 @@ class Attention(nnx.Module):
             self.k_norm = param(config, (head,), ('head_dim',), 'ones')
         self.config = config
 
-    def __call__(self, x: Array, rope: tuple[Array, Array], mix: Mix) -> tuple[Array, Any]:
+    def __call__(
+        self, x: Array, rope: tuple[Array, Array], mix: Mix, adapters: Adapters = NONE
+    ) -> tuple[Array, Any]:
         """x [B,T,D] -> [B,T,D], and the state that `mix` returned."""
         config = self.config
 
         def project(kernel: Any, name: str) -> Array:
-            y = dense(x, kernel[...], config)
+            y = dense(x, kernel[...], config, adapter=adapters.get(name))
             if config.qkv_bias:
                 y = y + getattr(self, f'{name}_bias')[...].astype(y.dtype)
             return y
@@ -149,24 +156,40 @@ class Attention(nnx.Module):
             q = rms_norm(q, self.q_norm[...], config.norm_eps)
             k = rms_norm(k, self.k_norm[...], config.norm_eps)
         out, state = mix(rotate(q, *rope), rotate(k, *rope), v)
-        return dense(out, self.o[...], config, contract=2), state
+        return dense(out, self.o[...], config, 2, adapters.get('o')), state
 
 
-def dense(x: Array, kernel: Array, config: ModelConfig, contract: int = 1) -> Array:
+def dense(
+    x: Array,
+    kernel: Array,
+    config: ModelConfig,
+    contract: int = 1,
+    adapter: Adapters | None = None,
+) -> Array:
     """x [B,T,*in] @ kernel [*in,*out], `contract` axes in, in the config's dtype and precision.
+
+    An adapter adds (x @ a [*in,r]) @ b [r,*out].
 
     As one matrix product over all tokens: with two token axes XLA transposes copies of the
     activations for the kernel's gradient, which on CPU takes the time of the product again.
     """
     dtype, out = config.compute_dtype, kernel.shape[contract:]
     inner = math.prod(kernel.shape[:contract])
-    flat = jnp.einsum(
-        'nd,df->nf',
-        x.reshape(-1, inner),
-        kernel.astype(dtype).reshape(inner, -1),
-        precision=config.lax_precision,
-        preferred_element_type=dtype,
-    )
+
+    def product(x: Array, w: Array) -> Array:
+        return jnp.einsum(
+            'nd,df->nf',
+            x,
+            w.astype(dtype),
+            precision=config.lax_precision,
+            preferred_element_type=dtype,
+        )
+
+    rows = x.reshape(-1, inner)
+    flat = product(rows, kernel.reshape(inner, -1))
+    if adapter:
+        a, b = adapter['a'], adapter['b']
+        flat = flat + product(product(rows, a.reshape(inner, -1)), b.reshape(b.shape[0], -1))
     return flat.reshape(*x.shape[:2], *out)
 
 
@@ -181,12 +204,12 @@ class SwiGLU(nnx.Module):
         self.down = param(config, (inner, width), ('mlp', 'embed'), out)
         self.config = config
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, adapters: Adapters = NONE) -> Array:
         """[B,T,D] -> [B,T,D]."""
-        gate = dense(x, self.gate[...], self.config)
-        up = dense(x, self.up[...], self.config)
+        gate = dense(x, self.gate[...], self.config, adapter=adapters.get('gate'))
+        up = dense(x, self.up[...], self.config, adapter=adapters.get('up'))
         inner = again(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)
-        return dense(inner, self.down[...], self.config)
+        return dense(inner, self.down[...], self.config, adapter=adapters.get('down'))
 
 
 class SharedExpert(nnx.Module):
@@ -221,7 +244,12 @@ class MoE(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Array, valid: Array | None, routing: Array | None, rules: Rules
+        self,
+        x: Array,
+        valid: Array | None,
+        routing: Array | None,
+        rules: Rules,
+        adapters: Adapters = NONE,
     ) -> tuple[Array, Any]:
         """x [B,T,D], valid [B,T], routing [B,T,k] -> y [B,T,D], (routing [B,T,k], aux)."""
         rows, length, width = x.shape
@@ -231,6 +259,9 @@ class MoE(nnx.Module):
         for name in ('gate', 'up', 'down', 'shared'):
             if name in params:
                 params[name] = jax.tree.map(lambda w: w.astype(config.compute_dtype), params[name])
+        if shared := adapters.get('shared'):
+            params['shared'] = {**params['shared'], 'adapters': shared}
+        params['adapters'] = {name: adapters[name] for name in SWIGLU if name in adapters}
         y, used, aux = moe_layer_sharded(
             x.reshape(-1, width),
             params,
@@ -261,15 +292,17 @@ class Block(nnx.Module):
         valid: Array | None = None,
         routing: Array | None = None,
         rules: Rules = DEFAULT_RULES,
+        adapters: Adapters = NONE,
     ) -> tuple[Array, Any, Any]:
         """x [B,T,D] -> [B,T,D], state of `mix`, (routing [B,T,k], aux); () of a dense layer."""
-        eps = self.config.norm_eps
-        mixed, state = self.attention(rms_norm(x, self.norm1[...], eps), rope, mix)
+        eps, mlp = self.config.norm_eps, adapters.get('mlp', NONE)
+        normed = rms_norm(x, self.norm1[...], eps)
+        mixed, state = self.attention(normed, rope, mix, adapters.get('attention', NONE))
         x = x + mixed
         inner = rms_norm(x, self.norm2[...], eps)
         if isinstance(self.mlp, SwiGLU):
-            return x + self.mlp(inner), state, ()
-        y, record = self.mlp(inner, valid, routing, rules)
+            return x + self.mlp(inner, mlp), state, ()
+        y, record = self.mlp(inner, valid, routing, rules, mlp)
         return x + y, state, record
 
 

@@ -264,6 +264,8 @@ def save(
     whose shape or dtype is not the model's.
     """
     folder, config = pathlib.Path(folder), model.config
+    if model.adapters is not None:
+        raise ValueError('the model has adapters, which no file of its family holds: `merge` first')
     flat = _flat(params)
     _check_params(flat, _flat(model.shapes()))
     dtypes = {path: np.dtype(leaf.dtype) for path, leaf in flat.items()}

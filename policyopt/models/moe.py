@@ -44,6 +44,7 @@ def moe_layer(
       params: router [E,D]; gate and up [E,D,F] and down [E,F,D] in x's dtype; bias [E] with
         `config.selection_bias`; with `config.shared_experts` a dict `shared` of gate [D,G], up
         [D,G], down [G,D] and optionally shared_gate [D], whose sigmoid scales the shared output.
+        Optionally, here and in `shared`, `adapters` of gate, up and down: see `grouped_swiglu`.
       config: what the router does.
       valid: [N]; tokens where it is 0 get zeros and routing -1, take no expert work and no part in
         statistics; None means all are valid.
@@ -69,6 +70,7 @@ def moe_layer(
         routes.weights,
         backend=choose_backend(backend),
         precision=config.precision,
+        adapters=params.get('adapters'),
     )
     return finish(x, y, routes, params, config, valid)
 
@@ -128,8 +130,12 @@ def _shared(x, params, config):
         wide = jnp.promote_types(x.dtype, jnp.float32)
         return jnp.dot(x, w, precision=config.precision, preferred_element_type=wide)
 
-    inner = jax.nn.silu(product(x, params['gate'])) * product(x, params['up'])
-    y = product(inner.astype(x.dtype), params['down'])
+    def project(x, name):
+        y, own = product(x, params[name]), params.get('adapters', {}).get(name)
+        return y if own is None else y + product(product(x, own['a']).astype(x.dtype), own['b'])
+
+    inner = jax.nn.silu(project(x, 'gate')) * project(x, 'up')
+    y = project(inner.astype(x.dtype), 'down')
     if params.get('shared_gate') is not None:
         y = y * jax.nn.sigmoid(product(x, params['shared_gate']))[:, None]
     return y

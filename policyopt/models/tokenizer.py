@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+from policyopt.models.chat import Chat
+
 FILE, SETTINGS = 'tokenizer.json', 'tokenizer_config.json'
 
 
@@ -19,14 +21,17 @@ class Tokenizer:
       inner: a `tokenizers.Tokenizer`.
       bos_id, eos_id, pad_id: special ids, None where the checkpoint names none. The id to write at
         the end of a text; a model may stop at others too, see `ModelConfig.eos_ids`.
-      chat_template: the checkpoint's Jinja template, None where it has none.
+      chat_template: the checkpoint's Jinja template, or a list of them by name; None where it has
+        none.
+      chat: how prompts are rendered; None gives them to the model as they are.
     """
 
     inner: Any
     bos_id: int | None = None
     eos_id: int | None = None
     pad_id: int | None = None
-    chat_template: str | None = None
+    chat_template: Any = None
+    chat: Chat | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -36,6 +41,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: special tokens written in it count, none are added."""
         return self.inner.encode(text, add_special_tokens=False).ids
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a problem as the model is asked it; ValueError as `Chat.prompt`."""
+        return self.encode(text) if self.chat is None else self.chat.prompt(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; special tokens become nothing."""
@@ -69,7 +78,10 @@ def read_tokenizer(folder: pathlib.Path) -> Tokenizer | None:
     def special(name: str) -> int | None:
         token = settings.get(name)
         token = token.get('content') if isinstance(token, dict) else token
-        return None if token is None else inner.token_to_id(token)
+        found = None if token is None else inner.token_to_id(token)
+        if token is not None and found is None and name != 'pad_token':  # padding carries nothing
+            raise ValueError(f'{folder / SETTINGS} names the {name} {token!r}, which {FILE} lacks')
+        return found
 
     template = settings.get('chat_template')
     if template is None and (folder / 'chat_template.jinja').exists():

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
+from policyopt.models import adapters as adapters_lib
 from policyopt.models import stack
+from policyopt.models.adapters import AdapterConfig
 from policyopt.models.attention import attention
 from policyopt.models.cache import Cache, init_cache, places, read, write
 from policyopt.models.config import ModelConfig
@@ -87,12 +89,14 @@ class Model:
 
     Params are a nested dict of arrays: `embed` [V,D], `norm` [D], `head` [V,D] where untied,
     `value` and `reward` [D] where configured, and one dict for each kind of layer whose arrays
-    are stacked over the layers of that kind. Hashable, so that it can be closed over or static.
+    are stacked over the layers of that kind; and `adapters`, where the model has some, in the same
+    form: without that entry they are off. Hashable, so that it can be closed over or static.
     """
 
     config: ModelConfig
     tokenizer: Any = dataclasses.field(default=None, compare=False)
     rules: Rules = DEFAULT_RULES
+    adapters: AdapterConfig | None = None
 
     def init(self, key: Array) -> Params:
         """Fresh params from a key; jit it with out_shardings to make them sharded."""
@@ -104,6 +108,9 @@ class Model:
                 params |= initialise(state, part_key)
             else:
                 params[name] = initialise(state, part_key, (kinds.count(name),))
+        if self.adapters is not None:
+            own = jax.random.fold_in(key, len(parts))
+            params[adapters_lib.KEY] = adapters_lib.init(self.adapters, params, own)
         return params
 
     def axes(self) -> Params:
@@ -116,9 +123,12 @@ class Model:
             )
 
         trunk, *kinds = _modules(self.config).items()
-        return named(trunk[1][1], ()) | {
+        base = named(trunk[1][1], ()) | {
             kind: named(state, ('layers',)) for kind, (_, state) in kinds
         }
+        if self.adapters is None:
+            return base
+        return base | {adapters_lib.KEY: adapters_lib.axes(self.adapters, base)}
 
     def shapes(self) -> Params:
         """jax.ShapeDtypeStruct of each parameter."""
@@ -281,15 +291,21 @@ class Model:
             _check_routing(config, x, routing)
             routing = jnp.moveaxis(routing, 2, 0)
 
+        tuned = params.get(adapters_lib.KEY, {})
+        if tuned and self.adapters is None:
+            raise ValueError('params have adapters, but the model has none: use `attach`')
+
         def layer(kind, index, carry, layer_params, recorded):
-            x, state = carry
-            block = _merge(config, kind, layer_params)
+            (x, state), (own, low) = carry, layer_params
+            block = _merge(config, kind, own)
             attend = functools.partial(mix, index, state)
-            x, state, record = block(x, rope, attend, valid, recorded, rules)
+            low = adapters_lib.ready(low, self.adapters, config.compute_dtype)
+            x, state, record = block(x, rope, attend, valid, recorded, rules, low)
             return (constrain(x, ACTIVATION, rules), state), record
 
+        stacked = {kind: (params[kind], tuned.get(kind)) for kind in config.kinds}
         (x, state), records = stack.run(
-            layer, (x, state), params, config.kinds, {'moe': routing}, config.remat
+            layer, (x, state), stacked, config.kinds, {'moe': routing}, config.remat
         )
         if 'moe' not in records:
             return x, state, None, {}
