@@ -16,6 +16,7 @@ setup(
     package_data={'policyopt': ['py.typed']},
     install_requires=[
         'absl-py>=2.1',
+        'array-record>=0.8',
         'chex>=0.1.90',
         'flax>=0.12',
         'grain>=0.2.12',

@@ -21,7 +21,7 @@ import numpy as np
 
 AUTO = 'auto'
 LOST = 30  # seconds without a sign of life after which a process counts as lost
-_PATIENCE = {'heartbeat_timeout_seconds': LOST, 'shutdown_timeout_seconds': LOST}
+_PATIENCE: dict[str, Any] = {'heartbeat_timeout_seconds': LOST, 'shutdown_timeout_seconds': LOST}
 
 
 class HostError(RuntimeError):

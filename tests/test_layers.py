@@ -108,6 +108,7 @@ def test_every_import_is_declared():
     own = {'policyopt', 'experiments', 'configs', 'tests', 'notebooks'}
     names = {
         'absl': 'absl-py',
+        'array_record': 'array-record',
         'math_verify': 'math-verify',
         'pydantic_monty': 'pydantic-monty',
         'reasoning_gym': 'reasoning-gym',
