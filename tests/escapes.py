@@ -510,6 +510,15 @@ def f(x):
 def f(x):
     return {i * (2**61 - 1) for i in range(4001)}
 """,
+    'returns many integers that collide': """
+def f(x):
+    return {i * (2**61 - 1) for i in range(60000)}
+""",
+    'ends with integers that collide': """
+def f(x):
+    return 'wrong'
+{i * (2**61 - 1): 0 for i in range(60000)}
+""",
     'nests its source': 'x = ' + '(' * 5000 + ')' * 5000 + '\n',
 }
 

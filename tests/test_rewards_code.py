@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import time
 
 import pytest
 
@@ -9,6 +10,7 @@ from policyopt import rewards
 from policyopt.rewards import Case, Spec, Workers
 from policyopt.rewards.code import code_in, code_score, read_tests, same, source_of
 from policyopt.rewards.runner import decode, encode
+from policyopt.rewards.sandbox import Clock, CodeError, Limits, make
 
 SANDBOXES = ('monty', *(('bwrap',) if shutil.which('bwrap') else ()))
 ADD = {'tests': {'function': 'add', 'cases': [[[1, 2], 3], [[2, 2], 4], [[0, 0], 0], [[5, 1], 6]]}}
@@ -71,6 +73,40 @@ def test_share(sandbox):
 def test_programs(judge, code, right):
     example = {'metadata': {'tests': {'stdio': [['3\n', '0\n1\n2\n'], ['1', '0\n\n']]}}}
     assert judge(code, (), example).right is right
+
+
+def test_large_sets_and_dicts(judge):
+    many = list(range(6000))
+    code = 'def f(x):\n    return {v for v in x if x[v] == v}'
+    cases = [[[dict(zip(map(str, many), many, strict=True))], []]]
+    assert judge(code, (), {'tests': {'function': 'f', 'cases': cases}}).reason == 'right'
+    assert judge(code, (), {'tests': {'function': 'f', 'cases': [[[many], many]]}}).right
+    check = f'def check(candidate):\n    assert len(candidate({{i: i for i in {many}}})) == 6000'
+    assert judge(code, (), {'tests': {'function': 'f', 'check': check}}).right
+
+
+def test_all_of_the_input_until_it_ends(judge):
+    code = """
+total = 0
+while True:
+    try:
+        total += int(input())
+    except EOFError:
+        break
+print(total)
+"""
+    assert judge(code, (), {'tests': {'stdio': [['1\r\n2\n3\n', '6'], ['', '0']]}}).right
+
+
+def test_the_clock_goes_on_from_one_call_to_the_next(sandbox):
+    clock = Clock(60.0)
+    code = 'def f(x):\n    while x:\n        pass'
+    with make(sandbox, Limits(60.0)).program(code, 'f', clock) as call:
+        assert call((0,), {}) is None
+        clock._end = time.monotonic() + 0.3  # as after a call that took long
+        with pytest.raises(CodeError, match='code_timed_out'):
+            call((1,), {})
+    assert time.monotonic() < clock._end + 30
 
 
 CHECK = {
@@ -206,6 +242,10 @@ def test_in_workers(sandbox):
         ([2, 1], {1, 2}, True),
         ([2, 2], {1, 2}, False),
         ([[1]], {1}, False),
+        ([1], {True}, False),
+        ([[2, 1], [1, 2]], {(1, 2), (2, 1)}, True),
+        ([0.3, 10, 'x'], {'x', 0.1 + 0.2, 10}, True),
+        ([{'a': 1}], {3}, False),
         ({'1': [2.0]}, {1: (2,)}, True),
         ({'true': 1}, {True: 1}, True),
         ({'a': 1}, {'b': 1}, False),
@@ -221,7 +261,9 @@ def test_what_is_the_same(expected, found, equal):
 def test_plain_values_are_what_they_were():
     value = [None, True, 1, 2.5, 'x', b'y', 1 + 2j, (1, (2,)), {3}, frozenset({4}), {(1, 2): [{}]}]
     assert repr(decode(encode(value))) == repr(value)
-    for nonsense in ({'set': [[1]]}, {'a': 1, 'b': 2}, {'no': []}, {'set': list(range(4001))}):
+    collide = {'set': [2**61 * i for i in range(1, 4002)]}
+    assert len(decode(collide, math.inf)) == 4001
+    for nonsense in ({'set': [[1]]}, {'a': 1, 'b': 2}, {'no': []}, collide):
         with pytest.raises((ValueError, TypeError, KeyError)):
             decode(nonsense)
     with pytest.raises(TypeError, match='object is no plain value'):

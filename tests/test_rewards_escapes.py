@@ -75,6 +75,19 @@ def test_what_is_expected_is_not_there_to_be_found(judge, name):
     assert judge(HUNTS[name], (), {'tests': checked}).right is False
 
 
+@pytest.mark.parametrize('name', SANDBOXES)
+def test_packages_and_what_they_hold_are_not_there_to_be_read(name, monkeypatch):
+    # Where a dataset is installed beside the interpreter, its solutions are, too.
+    of_library = os.path.join(os.path.dirname(os.path.realpath(os.__file__)), 'site-packages')
+    monkeypatch.syspath_prepend('/usr/share')
+    judge = rewards.code_tests(sandbox=name)
+    code = 'import os\ndef f(x):\n    return sorted(os.listdir(x))'
+    for folder in ('/usr/share', of_library):
+        seen = sorted(os.listdir(folder))
+        verdict = judge(code, (), {'tests': {'function': 'f', 'cases': [[[folder], seen]]}})
+        assert seen and verdict.right is False, folder
+
+
 def test_at_least_forty_attempts():
     assert len(ESCAPES) >= 40
 
@@ -105,6 +118,8 @@ def test_nothing_is_left_running(judge, world):
         'print(open("/runner.py").read())',
         'import sys\nfor line in sys.stdin:\n    print(line)',
         'import glob\nfor p in glob.glob("/**", recursive=True):\n    print(p)',
+        'input({i * (2**61 - 1) for i in range(60000)})',
+        '{i * (2**61 - 1) for i in range(60000)}',
     ],
 )
 def test_a_program_can_not_print_what_it_can_not_know(judge, code):

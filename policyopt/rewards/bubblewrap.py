@@ -1,13 +1,14 @@
 """Code in bubblewrap: full CPython in namespaces of its own, one process tree for each run.
 
-Inside there are the interpreter and /usr, read-only, a small /tmp, and nothing else: no network, no
-/proc, no environment, no capability, no other user's processes.
+Inside there are the interpreter and /usr, read-only and without packages, a small /tmp, and nothing
+else: no network, no /proc, no environment, no capability, no other user's processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import math
 import os
@@ -91,7 +92,7 @@ class Bubblewrap:
         with self._started(clock) as process:
             said = process.ask({'kind': 'check', 'source': source})
             while 'call' in said:
-                args, kwargs = runner.decode(said['call'])
+                args, kwargs = runner.decode(said['call'], math.inf)
                 try:
                     answer = {'value': runner.encode(call(args, kwargs))}
                 except CodeError as error:
@@ -162,6 +163,9 @@ class Bubblewrap:
                 command += ['--symlink', os.readlink(path), path]
             else:
                 command += ['--ro-bind', path, path]
+        for path in _hidden():
+            command += ['--perms', '0555', '--size', '4096', '--tmpfs', path]
+            command += ['--remount-ro', path]
         for device in ('null', 'zero', 'urandom'):
             command += ['--dev-bind', f'/dev/{device}', f'/dev/{device}']
         command += ['--ro-bind-try', '/etc/ld.so.cache', '/etc/ld.so.cache']
@@ -185,6 +189,22 @@ def _readable() -> list[str]:
     found = ['/usr', *(p for p in ('/lib', '/lib64', '/bin') if os.path.lexists(p))]
     prefix = os.path.realpath(sys.base_prefix)
     return found if prefix == '/usr' or prefix.startswith('/usr/') else [*found, prefix]
+
+
+def _hidden() -> list[str]:
+    """Packages among that, whose data may be the tests and their solutions."""
+    roots = [path for path in _readable() if not os.path.islink(path)]
+    places = ('lib', 'lib64', 'local/lib')
+    found = [p for r in roots for at in places for p in glob.glob(f'{r}/{at}/python3*/*-packages')]
+    library = os.path.dirname(os.path.realpath(os.__file__))
+    found += [p for p in map(os.path.realpath, sys.path) if os.path.isdir(p)]
+    kept: list[str] = []
+    for path in sorted(set(found) - {library, f'{library}/lib-dynload'}):
+        inside = any(path.startswith(f'{root}/') for root in roots)
+        hidden = any(path.startswith(f'{other}/') for other in kept)
+        if inside and not hidden and not library.startswith(f'{path}/'):
+            kept.append(path)
+    return kept
 
 
 @contextlib.contextmanager

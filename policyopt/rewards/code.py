@@ -114,14 +114,17 @@ def same(expected: Any, found: Any) -> bool:
         except OverflowError:  # an int that is no float
             return False
     if isinstance(found, set | frozenset) and isinstance(expected, list | tuple):
-        scalar = not any(isinstance(v, list | dict) for v in expected)
-        return scalar and len(expected) == len(found) and set(expected) == found
+        return len(expected) == len(found) and all(map(same, *map(_in_order, (expected, found))))
     if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
         return len(expected) == len(found) and all(map(same, expected, found))
     if isinstance(expected, dict) and isinstance(found, dict):
         left, right = _by_text(expected), _by_text(found)
         return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     return type(expected) is type(found) and expected == found
+
+
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    return sorted(values, key=lambda value: json.dumps(value, default=repr))
 
 
 def _is_number(value: Any) -> bool:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
+import io
+import json
 import os
+import signal
 import string
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from policyopt.rewards.runner import exception
+from policyopt.rewards.runner import decode, exception
 from policyopt.rewards.sandbox import (
     CODE_CRASHED,
     CODE_MEMORY,
@@ -31,7 +35,7 @@ from policyopt.rewards.sandbox import (
     SandboxError,
 )
 
-_CALLS = 100_000  # of input() or candidate(), in one run
+_CALLS = 100_000  # of candidate(), in one run
 _GRACE = 1.0  # seconds past the limit after which the interpreter is killed
 # The same each time: nobody's clock, no waiting, one seed.
 _POLICY = {
@@ -45,7 +49,40 @@ _STRING = {
     for name, value in vars(string).items()
     if type(value) is str and not name.startswith('_')
 }
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+# Values leave as a text alone: the interpreter would make sets and dicts of them in this process,
+# whose members can be chosen so that their hashes collide. The text is made before code can give
+# other meanings to the names that it is made by, and whatever code puts in its place is a text.
+_SPEAK = """
+import json
+def _sandbox_plain(value, isinstance=isinstance, bool=bool, int=int, float=float, str=str,
+                   bytes=bytes, complex=complex, list=list, dict=dict, type=type,
+                   TypeError=TypeError, kinds=[('tuple', tuple), ('set', set),
+                                               ('frozenset', frozenset)]):
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [_sandbox_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {'dict': [[_sandbox_plain(k), _sandbox_plain(v)] for k, v in value.items()]}
+    for name, kind in kinds:
+        if isinstance(value, kind):
+            return {name: [_sandbox_plain(v) for v in value]}
+    if isinstance(value, bytes):
+        return {'bytes': value.hex()}
+    if isinstance(value, complex):
+        return {'complex': [value.real, value.imag]}
+    raise TypeError(f'{type(value).__name__} is no plain value')
+def _sandbox_said(value, dumps=json.dumps):
+    return dumps(_sandbox_plain(value))
+"""
+# input() without a call out of the interpreter, for the same reason. It lacks EOFError.
+_LISTEN = """
+EOFError = RuntimeError
+def input(prompt='', left=_given_lines, error=RuntimeError):
+    if not left:
+        raise error('EOF when reading a line')
+    return left.pop()
+"""
 
 
 class MontySandbox:
@@ -79,31 +116,29 @@ class MontySandbox:
     def program(self, source: str, function: str, clock: Clock) -> Iterator[Call]:
         """See `Sandbox`."""
         with self._session(clock) as session:
-            out = self._monty.CollectString(self._limits.output * 1024)
-            self._run(session, source, clock, print_callback=out)
+            self._run(session, _SPEAK, clock)
+            self._do(session, source, clock)
 
             def call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 given = {'_given_args': list(args), '_given_kwargs': dict(kwargs)}
-                line = f'{function}(*_given_args, **_given_kwargs)'
+                line = f"f'{{_sandbox_said({function}(*_given_args, **_given_kwargs))}}'"
                 out = self._monty.CollectString(self._limits.output * 1024)
                 found = self._run(session, line, clock, inputs=given, print_callback=out)
-                return _plain(found, self._limits.output * 1024)
+                return _value(found, self._limits.output * 1024)
 
             yield call
 
     def script(self, source: str, stdin: str, clock: Clock) -> str:
         """See `Sandbox`; the input is read by `input()` alone."""
-        lines = iter(stdin.split('\n') if not stdin.endswith('\n') else stdin[:-1].split('\n'))
-        out = self._monty.CollectString(self._limits.output * 1024)
-
-        def read(prompt: Any = '') -> str:
-            for line in lines:
-                return line
-            raise EOFError('EOF when reading a line')
-
+        lines = io.StringIO(stdin, newline=None).read().removesuffix('\n').split('\n')[::-1]
         with self._session(clock) as session:
-            given = {'input': read}
-            self._run(session, source, clock, external_lookup=given, print_callback=out)
+            self._run(session, _LISTEN, clock, inputs={'_given_lines': lines if stdin else []})
+            return self._do(session, source, clock)
+
+    def _do(self, session: Any, source: str, clock: Clock) -> str:
+        """Run code for what it prints; a value that it ends with stays where it is."""
+        out = self._monty.CollectString(self._limits.output * 1024)
+        self._run(session, f'{source}\nNone', clock, print_callback=out)
         return out.output
 
     def check(self, source: str, call: Call, clock: Clock) -> bool:
@@ -171,10 +206,13 @@ class MontySandbox:
 
     def _run(self, session: Any, source: str, clock: Clock, **given: Any) -> Any:
         monty = self._monty
-        clock.left()
+        # A session's own limit is for one run, and time goes on from one to the next.
+        end = threading.Timer(clock.left(), os.kill, (session.worker_pid, signal.SIGKILL))
+        end.start()
         try:
             return session.feed_run(source, **given)
         except monty.MontyCrashedError as error:
+            clock.left()
             raise CodeError(CODE_TIMED_OUT if error.timed_out else CODE_CRASHED) from None
         except monty.MontySyntaxError as error:
             raise CodeError(CODE_RAISED, str(error)) from None
@@ -184,6 +222,8 @@ class MontySandbox:
             raise CodeError(CODE_RAISED, f'what it returned is no plain value: {error}') from None
         except monty.MontyError as error:
             raise SandboxError(f'pydantic-monty: {error}') from error
+        finally:
+            end.cancel()
 
 
 def _failed(said: str, output: int) -> CodeError:
@@ -201,28 +241,11 @@ def _failed(said: str, output: int) -> CodeError:
     return CodeError(CODE_RAISED, said, (name, message))
 
 
-def _plain(value: Any, size: int) -> Any:
-    """The value, if it is plain data of at most that many parts."""
-    left = size
-
-    def look(value: Any) -> None:
-        nonlocal left
-        left -= len(value) if isinstance(value, str | bytes) else 1
-        if left < 0:
-            raise CodeError(CODE_OUTPUT)
-        if type(value) is dict:
-            for key, inner in value.items():
-                look(key)
-                look(inner)
-        elif type(value) in (list, tuple, set, frozenset):
-            for inner in value:
-                look(inner)
-        elif type(value) not in _PLAIN:
-            kind = type(value).__name__
-            raise CodeError(CODE_RAISED, f'it returned no plain value but {kind}')
-
+def _value(said: str, size: int) -> Any:
+    """The value that a text of at most that size stands for."""
+    if len(said) > size:
+        raise CodeError(CODE_OUTPUT)
     try:
-        look(value)
-    except RecursionError:
-        raise CodeError(CODE_RAISED, 'what it returned is nested too deeply') from None
-    return value
+        return decode(json.loads(said))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CodeError(CODE_RAISED, 'what it returned can not be read') from error
