@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import decimal
 import functools
 import importlib.util
 import logging
@@ -18,6 +20,9 @@ from policyopt.rewards.scorers import exact_match
 from policyopt.rewards.verdict import Reward, Verdict
 
 _FRACTION = re.compile(r'(-?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)(?:/(\d+))?)', re.ASCII)
+# Spaces between thousands: 12\,345 is no product.
+_THOUSANDS = re.compile(r'(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))', re.ASCII)
+PRECISION = 15  # digits of numbers that are compared
 TAIL = 1000  # characters of an answer without a box that are looked at
 
 
@@ -35,7 +40,8 @@ def math_equivalence(right: float = 1.0, wrong: float = 0.0, digits: int = 6) ->
 
     Args:
       right, wrong: rewards.
-      digits: to which numbers that are no fractions must agree, after the point.
+      digits: to which numbers that are no fractions must agree, after the point; of one below
+        .001 the zeros that it begins with are not counted, but for three.
     """
     check_values(right, wrong)
     checks.number('digits', digits, 0)
@@ -55,23 +61,33 @@ def math_equivalence(right: float = 1.0, wrong: float = 0.0, digits: int = 6) ->
     verifier.verify(
         parse(r'\boxed{\frac{x^2+2x+1}{2}}'), parse(r'$\frac{(x+1)^2}{2}$'), timeout_seconds=None
     )
-    gold_of = functools.lru_cache(1024)(lambda answer: parse(_formula(answer)))
+
+    @functools.lru_cache(1024)
+    def gold_of(answer: str) -> tuple[list[Any], int]:
+        gold = parse(_formula(answer))
+        return gold, _zeros(gold)
 
     @functools.lru_cache(4096)  # the answers to a problem are often alike
     def compared(text: str, answer: str) -> Verdict:
-        gold = gold_of(answer)
+        gold, zeros = gold_of(answer)
         if not gold:
             return Verdict(math.nan, 'no_gold')
         given = parse(text)
         if not given:
             return Verdict(wrong, 'no_answer', False)
         equal = verifier.verify(
-            gold, given, float_rounding=digits, timeout_seconds=None, raise_on_error=True
+            gold,
+            given,
+            float_rounding=digits + max(zeros - 3, 0),
+            numeric_precision=PRECISION + zeros,
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+            raise_on_error=True,
         )
         return marked(equal, right, wrong)
 
     def reward(text: str, tokens: Sequence[int], example: Mapping[str, Any]) -> Verdict:
-        answer, gold = after_thought(text), example['answer']
+        answer, gold = _THOUSANDS.sub('', after_thought(text)), example['answer']
         found = boxes(answer)
         last = found[-1] if found else answer
         if exact_match(last, example):
@@ -94,6 +110,18 @@ def _rational(text: str) -> Fraction | None:
     return Fraction(-above if sign else above, below) if below else None
 
 
+def _zeros(gold: Sequence[Any]) -> int:
+    """Zeros after the point of the smallest number that a right answer is, or lists."""
+    found = [0]
+    for part in gold[:1]:
+        for number in (part,) if getattr(part, 'is_number', False) else getattr(part, 'args', ()):
+            with contextlib.suppress(AttributeError, TypeError, ValueError, ArithmeticError):
+                if not number.is_zero:
+                    found.append(-1 - decimal.Decimal(str(abs(number.evalf(3)))).adjusted())
+    return max(found)
+
+
 def _formula(answer: str) -> str:
     """A right answer in a form that is read as one formula, as a whole."""
+    answer = _THOUSANDS.sub('', answer.replace(r'\$', ''))
     return answer if r'\boxed' in answer or '$' in answer else rf'\boxed{{{answer}}}'
