@@ -8,6 +8,7 @@ import pytest
 
 from policyopt import data, rewards
 from policyopt.data import difficulty, languages
+from policyopt.data.rows import in_held_out
 
 
 def samples(prompt, marks, votes=None, answer='1'):
@@ -45,6 +46,14 @@ def test_rates():
     }
     assert {p: (r.right, r.samples, r.doubtful) for p, r in rates.items()} == expected
     assert rates['hard?'].rate == 1 / 8 and math.isnan(rates['lost?'].rate)
+
+
+def test_votes_of_several_files_are_not_one():
+    # Class 0 is another answer in each file; together they are no majority.
+    one = samples('p', [False, False, False, True], [0, 0, 1, 2])
+    other = samples('p', [False, False, True, True], [1, 0, 2, 2])
+    (rate,) = difficulty.solve_rates(one, other).values()
+    assert (rate.right, rate.samples, rate.doubtful) == (3, 8, 3 / 8)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +131,11 @@ def test_two_stages(tmp_path, capsys):
         (['good.jsonl', '--out', 'new', '--low', '0.9'], 'no problem is left of 8 .*widen'),
         (['good.jsonl', '--out', 'new', '--low', '1'], 'low is 1.0; legal is below high'),
         (['good.jsonl', '--out', 'new', '--data', 'other.jsonl'], 'row 1 has no text `prompt`'),
+        (
+            ['good.jsonl', '--out', 'new', '--data', 'hard.jsonl'],
+            '`difficulty` "hard", where rates',
+        ),
+        (['good.jsonl', '--out', 'new', '--rated', 'new'], 'are both new; name two files'),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys, args, message):
@@ -129,6 +143,7 @@ def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys, args, message)
     write(tmp_path / 'good.jsonl', LINES)
     (tmp_path / 'bad.jsonl').write_text(json.dumps(LINES[0]) + '\n{\n')
     write(tmp_path / 'other.jsonl', [dict(prompts='x', correct=1)])
+    write(tmp_path / 'hard.jsonl', [dict(prompt='hard?', answer='1', difficulty='hard')])
     if 'other' in args[0]:
         write(tmp_path / 'other.jsonl', [dict(prompt='x', correc=True)])
     assert difficulty.main(args) == 2
@@ -156,6 +171,14 @@ def test_a_share_is_asked_in_other_languages():
     assert languages.mixed(rows, share=0.25) == found
     assert languages.mixed(rows, share=0.25, seed=1) != found
     assert languages.mixed(rows, share=0) == rows
+
+
+def test_the_share_is_spread_over_both_sides_of_a_split():
+    # Prompts of one length, as of sums.
+    rows = [dict(prompt=f'{i}+{j}=') for i in range(10, 60) for j in range(10, 90)]
+    found = [r for r in languages.mixed(rows, 0.25, ['fr']) if 'language' in r]
+    held_out = sum(in_held_out(r['prompt'], 0.1) for r in found)
+    assert 900 < len(found) < 1100 and 70 < held_out < 130
 
 
 def test_translations():

@@ -53,36 +53,44 @@ class Rate:
         return self.right / self.samples if self.samples else math.nan
 
 
-def solve_rates(lines: Iterable[Mapping[str, Any]]) -> dict[str, Rate]:
-    """Rates by prompt, from answers as `policyopt.evaluate --out` writes them.
+def solve_rates(*files: Iterable[Mapping[str, Any]]) -> dict[str, Rate]:
+    """Rates by prompt, from the lines of files as `policyopt.evaluate --out` writes them.
 
     A line has `prompt` and `correct` (true, false, or null for not judged), and may have `vote`,
-    the same for answers that are alike, and `right_answer`. Raises ValueError for other lines.
+    the same for answers that are alike, and `right_answer`. A vote is a number within its file:
+    where there are several, `doubtful` adds up the largest class of each. Raises ValueError for
+    other lines.
     """
     found: dict[str, Rate] = {}
-    votes: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-    for number, line in enumerate(lines, 1):
-        if not isinstance(line, collections.abc.Mapping):
-            raise ValueError(f'line {number} is no JSON object')
-        for name, kinds in (('prompt', (str,)), ('correct', (bool, type(None)))):
-            if name not in line or not isinstance(line[name], kinds):
-                shown = json.dumps(line.get(name))[:40]
-                raise ValueError(
-                    f'line {number} has `{name}` {shown}; legal are lines of samples.jsonl.'
-                    f'{checks.hint(name, line)}'
-                )
-        prompt, correct = line['prompt'], line['correct']
-        rate = found.setdefault(prompt, Rate(answer=str(line.get('right_answer', ''))))
-        if correct is None:
-            continue
-        rate.samples += 1
-        rate.right += correct
-        if not correct and line.get('vote') is not None:
-            votes[prompt][line['vote']] += 1
-    for prompt, counts in votes.items():
-        rate = found[prompt]
-        rate.doubtful = max(counts.values()) / rate.samples
+    agreed: collections.Counter[str] = collections.Counter()
+    for lines in files:
+        votes: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+        for number, line in enumerate(lines, 1):
+            _check_sample(number, line)
+            prompt, correct = line['prompt'], line['correct']
+            rate = found.setdefault(prompt, Rate(answer=str(line.get('right_answer', ''))))
+            if correct is None:
+                continue
+            rate.samples += 1
+            rate.right += correct
+            if not correct and line.get('vote') is not None:
+                votes[prompt][line['vote']] += 1
+        agreed.update({prompt: max(counts.values()) for prompt, counts in votes.items()})
+    for prompt, count in agreed.items():
+        found[prompt].doubtful = count / found[prompt].samples
     return found
+
+
+def _check_sample(number: int, line: Any) -> None:
+    if not isinstance(line, collections.abc.Mapping):
+        raise ValueError(f'line {number} is no JSON object')
+    for name, kinds in (('prompt', (str,)), ('correct', (bool, type(None)))):
+        if name not in line or not isinstance(line[name], kinds):
+            shown = json.dumps(line.get(name))[:40]
+            raise ValueError(
+                f'line {number} has `{name}` {shown}; legal are lines of samples.jsonl.'
+                f'{checks.hint(name, line)}'
+            )
 
 
 def outcome(rate: Rate | None, low: float, high: float, least: int = 1) -> str:
@@ -105,8 +113,16 @@ def outcome(rate: Rate | None, low: float, high: float, least: int = 1) -> str:
 def annotate(
     rows: Iterable[Mapping[str, Any]], rates: Mapping[str, Rate], stage: str
 ) -> Iterator[dict[str, Any]]:
-    """Rows with `row['difficulty'][stage]`: rate, right, samples; those of other stages stay."""
+    """Rows with `row['difficulty'][stage]`: rate, right, samples; those of other stages stay.
+
+    Raises ValueError for a row whose `difficulty` is something else.
+    """
     for row in rows:
+        if not isinstance(row.get(FIELD, {}), collections.abc.Mapping):
+            raise ValueError(
+                f'a row has `{FIELD}` {json.dumps(row[FIELD])[:40]}, where rates belong; give that '
+                'field another name'
+            )
         rate = rates.get(row['prompt'])
         if rate is None or not rate.samples:
             yield dict(row)
@@ -211,9 +227,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--least', type=int, default=1, help='samples needed (default: 1)')
     options = parser.parse_args(argv)
     try:
+        if options.out == options.rated:
+            raise ValueError(f'--out and --rated are both {options.out}; name two files')
         for path in filter(None, (options.out, options.rated)):
             check_absent(path)
-        rates = solve_rates(line for path in options.samples for line in read_lines(path))
+        rates = solve_rates(*map(read_lines, options.samples))
         rows = (
             read_problems(options.data)
             if options.data

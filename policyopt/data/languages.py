@@ -10,8 +10,8 @@ them a problem is put into a sentence of the language that asks for an answer in
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -60,8 +60,8 @@ def mixed(
     found = []
     for row in rows:
         prompt = row['prompt']
-        drawn = zlib.crc32(f'{seed} share {prompt}'.encode()) < share * 2**32
-        first = zlib.crc32(f'{seed} language {prompt}'.encode()) % len(languages)
+        drawn = _hash(f'{seed} share {prompt}') < share * 2**32
+        first = _hash(f'{seed} language {prompt}') % len(languages)
         asked = None
         for code in (*languages[first:], *languages[:first]) if drawn else ():
             if translations is None:
@@ -74,6 +74,11 @@ def mixed(
         if asked is None:
             found.append(dict(row))
     return found
+
+
+def _hash(text: str) -> int:
+    # Not the checksum that splits rows: of texts of one length, two of it tell the same.
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
 def read_translations(path: str) -> dict[tuple[str, str], str]:
