@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,44 +194,50 @@ def _slots(
 # ============================================================================ votes
 
 
-def vote_classes(
-    texts: Sequence[str],
-    right: Sequence[bool],
-    entry: Any,
-    score: Callable[[str, Any], float],
-) -> list[int]:
-    """Which answers to a problem are the same vote: the number of each one's class, from 0.
+def vote_classes(items: Sequence[Item], answers: Answers, judge: Judge) -> list[list[int]]:
+    """Which answers to a problem are the same vote: [P][n], the number of each one's class, from 0.
 
     Two answers are the same where both are right or both are not, and their texts are equal but for
-    white space around them, or each has full marks where the other is the right answer
-    (`score(a, entry | {'answer': b})`). They are compared with the first of a class. A scorer that
-    ignores `entry['answer']` and checks the answer itself holds all right ones for the same.
+    white space around them, or the judge calls each right where the other stands as the right
+    answer. They are compared with the first of a class; those that were not judged, by text alone.
+    A judge that ignores `entry['answer']` and checks the answer itself holds all right ones for the
+    same.
     """
-    classes: list[tuple[str, bool]] = []
-    found: dict[tuple[str, bool], int] = {}
-    for text, ok in zip(texts, right, strict=True):
-        key = (text.strip(), bool(ok))
-        if key not in found:
-            number = next(
-                (
-                    i
-                    for i, (other, its) in enumerate(classes)
-                    if its == ok and _same(text, other, entry, score)
-                ),
-                len(classes),
-            )
-            if number == len(classes):
-                classes.append((text, bool(ok)))
-            found[key] = number
-    return [found[(text.strip(), bool(ok))] for text, ok in zip(texts, right, strict=True)]
+    rows = zip(items, answers.texts, answers.marks.tolist(), strict=True)
+    groups = [_grouping(texts, marks, item.entry) for item, texts, marks in rows]
+    votes: list[list[int]] = [[] for _ in groups]
+    replies: dict[int, Any] = dict.fromkeys(range(len(groups)))
+    while replies:  # of all problems at once, since each waits for its judge
+        asked: dict[int, list[Any]] = {}
+        for i, reply in replies.items():
+            try:
+                asked[i] = judge.submit(groups[i].send(reply))
+            except StopIteration as done:
+                votes[i] = done.value
+        replies = {i: [f.result().positive for f in futures] for i, futures in asked.items()}
+    return votes
 
 
-def _same(a: str, b: str, entry: Any, score: Callable[[str, Any], float]) -> bool:
-    try:
-        marks = (score(a, {**entry, 'answer': b}), score(b, {**entry, 'answer': a}))
-        return all(mark >= 1 for mark in marks)
-    except Exception:  # of a scorer that was not made for such an answer
-        return False
+def _grouping(
+    texts: Sequence[str], marks: Sequence[float], entry: Mapping[str, Any]
+) -> Generator[list[Case], list[bool], list[int]]:
+    """The classes of one problem's answers; yields cases for the judge, is sent what is right."""
+    firsts: list[tuple[str, float]] = []  # of each class
+    found: dict[tuple[str, float], int] = {}
+    known = [-1.0 if math.isnan(mark) else mark for mark in marks]
+    keys = list(zip(map(str.strip, texts), known, strict=True))
+    for text, key in zip(texts, keys, strict=True):
+        if key in found:
+            continue
+        mark = key[1]
+        rivals = [i for i, (_, its) in enumerate(firsts) if mark >= 0 and its == mark]
+        pairs = [pair for i in rivals for pair in ((text, firsts[i][0]), (firsts[i][0], text))]
+        right = (yield [Case(a, (), {**entry, 'answer': b}) for a, b in pairs]) if pairs else []
+        alike = (i for j, i in enumerate(rivals) if all(right[2 * j : 2 * j + 2]))
+        found[key] = next(alike, len(firsts))
+        if found[key] == len(firsts):
+            firsts.append((text, mark))
+    return [found[key] for key in keys]
 
 
 def write_samples(

@@ -20,13 +20,13 @@ import jax
 import numpy as np
 
 from policyopt import answers as answers_lib
-from policyopt import at_k, policy, rewards
+from policyopt import at_k, policy
 from policyopt.answers import Answers
 from policyopt.at_k import wilson
 from policyopt.data import Item, benchmark
 from policyopt.evaluate_plan import Plan, parser, plan
 from policyopt.recipe import Setup
-from policyopt.rewards import Judge, Page
+from policyopt.rewards import Judge, JudgeError, Page
 from policyopt.sampling import Finish, RowErrors, SamplingConfig
 from policyopt.sampling.config import check_config
 from policyopt.workdir import whole
@@ -147,12 +147,11 @@ def run(job: Plan) -> Evaluated:
     which = policy.load(job.source, job.step, job.which, problems=job.problems is None)
     model = which.model
     check_config(model, job.sampling)
-    if job.problems is None:
+    if job.problems is None or job.judge is None:
         assert which.setup is not None
         task, judge = which.setup.task, which.setup.judge
         sides = {'held_out': [task.held_out], 'train': [task.train]}
         items = [i for side in sides.get(job.split, [task.held_out, task.train]) for i in side]
-        score = task.score
     else:
         room = model.config.max_length - job.sampling.max_new_tokens
         if room < 1:
@@ -160,30 +159,29 @@ def run(job: Plan) -> Evaluated:
                 f'max_new_tokens is {job.sampling.max_new_tokens}; the model has room for '
                 f'{model.config.max_length} tokens, prompt and answer'
             )
-        score = job.problems.score
-        judge = rewards.Local(rewards.graded(score))
+        judge = job.judge
         items = benchmark.items(job.problems, model.tokenizer, room, job.on_bad_row)
     items = _limited(items, job.limit)
     if not items:
         raise ValueError(f'there is no problem in split {job.split!r}')
     print(f'{which}: {len(items)} problems, {job.samples} answers to each', flush=True)
-    answers = answers_lib.draw(
-        model,
-        which.params,
-        items,
-        judge,
-        jax.random.key(job.seed),
-        job.sampling,
-        samples=job.samples,
-        prompt_width=max(len(item.ids) for item in items),
-        engine=job.engine,
-        title='answers',
-        on_error='record',
-    )
-    votes = [
-        answers_lib.vote_classes(texts, right.tolist(), item.entry, score)
-        for item, texts, right in zip(items, answers.texts, answers.correct, strict=True)
-    ]
+    try:
+        answers = answers_lib.draw(
+            model,
+            which.params,
+            items,
+            judge,
+            jax.random.key(job.seed),
+            job.sampling,
+            samples=job.samples,
+            prompt_width=max(len(item.ids) for item in items),
+            engine=job.engine,
+            title='answers',
+            on_error='record',
+        )
+        votes = answers_lib.vote_classes(items, answers, judge)
+    finally:
+        judge.close()
     groups = {'all': np.arange(len(items))}
     tasks = dict.fromkeys(item.task for item in items)
     if len(tasks) > 1:
@@ -283,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RowErrors as error:
         print(f'error: an answer could not be drawn: {error}', file=sys.stderr)
         return 1
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, JudgeError) as error:
         print(f'error: {error}', file=sys.stderr)
         return 2
     return 0

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from policyopt import checks, policy, recipe, settings
+from policyopt import checks, policy, recipe, rewards, settings
 from policyopt.data import benchmark
 from policyopt.sampling import EngineConfig, SamplingConfig
 
 MAX_NEW_TOKENS = 256  # of a model that comes with no run
 SAMPLING = ('max_new_tokens', 'top_p', 'top_k', 'min_p')  # flags that are fields of its config
+JUDGING = ('reward', 'reward_kw', 'deadline')
 DATA_FLAGS = (
     'split',
     'data_kw',
@@ -24,6 +25,7 @@ DATA_FLAGS = (
     'prompt_field',
     'answer_field',
     'on_bad_row',
+    *JUDGING,
 )
 
 
@@ -33,7 +35,7 @@ class Plan(NamedTuple):
     Attributes:
       source: of the policy.
       step, which: of the checkpoint; see `policy.find`.
-      problems: as read; None for the run's own.
+      problems, judge: as read, and what judges answers to them; None for the run's own.
       split: of the problems.
       on_bad_row: of problems that don't fit the model.
       ks, samples, seed, limit: as the flags say.
@@ -46,6 +48,7 @@ class Plan(NamedTuple):
     step: int | None
     which: policy.Which
     problems: benchmark.Problems | None
+    judge: rewards.Judge | None
     split: str
     on_bad_row: Any
     ks: tuple[int, ...]
@@ -69,9 +72,10 @@ def plan(options: argparse.Namespace) -> Plan:
         checks.number('limit', options.limit, 1)
     source = policy.find(options.what, options.step, options.params)
     sampling, engine = _sampling(source.config, options, samples)
-    problems = None
+    problems = judge = None
     if options.data is not None:
         problems = benchmark.read(_benchmark(options))
+        judge = _judge(source.config or {}, options, problems.scorer)
     elif source.config is None:
         raise ValueError(f'{source.path} is a model, which has no problems of its own: give --data')
     else:
@@ -87,6 +91,7 @@ def plan(options: argparse.Namespace) -> Plan:
         step=options.step,
         which=options.params,
         problems=problems,
+        judge=judge,
         split=options.split or ('held_out' if problems is None else 'all'),
         on_bad_row=options.on_bad_row or 'error',
         ks=ks,
@@ -145,14 +150,40 @@ def _sampling(
 
 def _benchmark(options: argparse.Namespace) -> benchmark.BenchmarkConfig:
     names = {'data_size': 'size', 'data_seed': 'seed', 'data_form': 'form', 'data_kw': 'kw'}
-    given = {n: getattr(options, n) for n in DATA_FLAGS if getattr(options, n) is not None}
-    if 'data_kw' in given:
-        try:
-            given['data_kw'] = json.loads(given['data_kw'])
-        except ValueError as error:
-            raise ValueError(f'data_kw is {options.data_kw!r}, which is no JSON: {error}') from None
-    fields = {names.get(name, name): value for name, value in given.items()}
-    return settings.read(benchmark.BenchmarkConfig, {'source': options.data, **fields}, 'data')
+    flags = [n for n in DATA_FLAGS if n not in JUDGING and getattr(options, n) is not None]
+    fields = {names.get(name, name): getattr(options, name) for name in flags}
+    if 'kw' in fields:
+        fields['kw'] = _json('data_kw', fields['kw'])
+    found = settings.read(benchmark.BenchmarkConfig, {'source': options.data, **fields}, 'data')
+    found.check_effect(fields)  # a default, too, where it was asked for
+    return found
+
+
+def _judge(
+    config: Mapping[str, Any], options: argparse.Namespace, scorer: rewards.Spec
+) -> rewards.Judge:
+    """What judges answers to problems that are not the run's: its reward, or the one asked for."""
+    name, kw = config.get('reward', 'graded'), config.get('reward_kw', {})
+    if options.reward is not None:
+        name, kw = options.reward, {}
+    if options.reward_kw is not None:
+        kw = _json('reward_kw', options.reward_kw)
+    spec = rewards.read(name, kw, scorer, 'reward')
+    given = settings.read(rewards.JudgeConfig, config.get('judge', {}), 'config.judge')
+    limits = given if given.workers else rewards.JudgeConfig()
+    if options.deadline is not None:
+        limits = dataclasses.replace(limits, deadline=options.deadline)
+    return rewards.make_judge(spec, limits)
+
+
+def _json(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'{name} is {text!r}, which is no JSON: {error}') from None
+    if not isinstance(found, dict):
+        raise ValueError(f'{name} is {text!r}; legal is a JSON object')
+    return found
 
 
 # ============================================================================ flags
@@ -170,13 +201,7 @@ def parser() -> argparse.ArgumentParser:
         'what', nargs='?', help='a run (its --workdir), a Hugging Face folder, a GGUF'
     )
     what.add_argument('--workdir', help='the same, as policyopt.train calls it')
-    p.add_argument('--step', type=int, help='of the checkpoint of a run (default: the newest)')
-    p.add_argument(
-        '--params',
-        default='auto',
-        help="of a run: its moving average, 'ema', or 'params' (default: the average where there "
-        'is one)',
-    )
+    policy.add_flags(p)
     p.add_argument('--k', help='numbers with commas (default: powers of two up to --samples)')
     p.add_argument('--samples', type=int, help='answers to a problem (default: the largest k)')
     p.add_argument('--seed', type=int, default=0, help='of answers and intervals (default: 0)')
@@ -207,4 +232,11 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument('--prompt_field', help='name in a file or folder (prompt)')
     data.add_argument('--answer_field', help='name in a file or folder (answer)')
     data.add_argument('--on_bad_row', help="'error', or 'skip' with a warning (error)")
+    data.add_argument(
+        '--reward',
+        help="what judges answers, as config.reward (the run's; graded without one, by the "
+        'scorer of the problems)',
+    )
+    data.add_argument('--reward_kw', help='its arguments, JSON')
+    data.add_argument('--deadline', type=float, help="seconds to judge an answer (the run's; 5)")
     return p

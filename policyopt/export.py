@@ -142,13 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument('what', help='a run (its --workdir); or a model to rewrite, a folder or a GGUF')
     p.add_argument('folder', help='new folder, which appears when all of it is written')
-    p.add_argument('--step', type=int, help='of the checkpoint of a run (default: the newest)')
-    p.add_argument(
-        '--params',
-        default='auto',
-        help="of a run: its moving average, 'ema', or 'params' (default: the average where there "
-        'is one)',
-    )
+    policy.add_flags(p)
     p.add_argument('--dtype', help=f'{", ".join(DTYPES)} (default: as trained, float32)')
     options = p.parse_args(argv)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -59,6 +60,17 @@ class Policy(NamedTuple):
 
 
 # ============================================================================ what is there
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --step and --params, which say what is taken of a run; see `find`."""
+    parser.add_argument('--step', type=int, help='of the checkpoint of a run (default: the newest)')
+    parser.add_argument(
+        '--params',
+        default='auto',
+        help="of a run: its moving average, 'ema', or 'params' (default: the average where there "
+        'is one)',
+    )
 
 
 def find(path: str | Path, step: int | None = None, which: Which = 'auto') -> Source:

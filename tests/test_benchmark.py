@@ -8,6 +8,7 @@ import tensorflow_datasets as tfds
 
 from policyopt import data
 from policyopt.data import benchmark, rows
+from policyopt.rewards import build
 
 ARITHMETIC = data.arithmetic_tokenizer()
 
@@ -33,7 +34,8 @@ def test_file_with_fields_of_other_names(tmp_path):
     items = benchmark.items(found, ARITHMETIC, 10, 'error')
     assert items[7].entry == dict(prompt='7+1=', answer='8', metadata=dict(level=3), task='sums')
     assert (items[7].ids, items[7].answer) == (tuple(ARITHMETIC.encode('7+1=')), '8')
-    assert found.score('8.0', items[7].entry) == 1 and found.score('9', items[7].entry) == 0
+    score = build(found.scorer)
+    assert score('8.0', items[7].entry) == 1 and score('9', items[7].entry) == 0
     wrong = read(path, prompt_field='questions', answer_field='solution')
     message = r'sums.jsonl:1: no field `questions`. Did you mean `question`\?'
     with pytest.raises(ValueError, match=message):
@@ -71,7 +73,7 @@ def test_reasoning_gym_dataset():
     found = read('chain_sum', kw=kw, size=30, form='compact')
     items = benchmark.items(found, ARITHMETIC, 10, 'error')
     assert 10 < len(items) <= 30 and len({item.prompt for item in items}) == len(items)
-    assert all(found.score(item.answer, item.entry) == 1 for item in items)
+    assert all(build(found.scorer)(item.answer, item.entry) == 1 for item in items)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_folders_that_training_prepared(tmp_path):
     data.make_task(config, ARITHMETIC)
     found = read(next((tmp_path / 'a').iterdir()))
     assert [row.prompt for row in found.rows] == [x['prompt'] for x in sums()]
-    assert found.score('1.0', found.rows[0].entry) == 1
+    assert build(found.scorer)('1.0', found.rows[0].entry) == 1
     config = data.TaskConfig(
         name='gcd', size=60, held_out=1, form='full', prompt_width=200, data_dir=str(tmp_path / 'b')
     )
@@ -108,8 +110,8 @@ def test_folders_that_training_prepared(tmp_path):
     folder = next((tmp_path / 'b').iterdir())
     found = read(folder, split='train')
     assert [row.prompt for row in found.rows] == [item.prompt for item in task.train]
-    assert all(found.score(row.entry['answer'], row.entry) == 1 for row in found.rows)
-    assert found.score('0', found.rows[0].entry) < 1
+    assert all(build(found.scorer)(row.entry['answer'], row.entry) == 1 for row in found.rows)
+    assert build(found.scorer)('0', found.rows[0].entry) < 1
     with pytest.raises(ValueError, match='Did you mean `held_out`'):
         read(folder, split='heldout')
 

@@ -1,5 +1,6 @@
 """Answers and votes; a run's own evaluation done again; what is refused before any compile."""
 
+import functools
 import json
 import shutil
 
@@ -118,29 +119,41 @@ def test_a_folder_that_can_not_be_made_is_refused_at_once(finished_run, tmp_path
     assert compiles.take() == 0 and 'Not a directory' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ('texts', 'right', 'expected'),
-    [
-        (
-            ['7', ' 7\n', '7.0', '8', '8.00', 'x', 'x '],
-            [1, 1, 1, 0, 0, 0, 0],
-            [0, 0, 0, 1, 1, 2, 2],
-        ),
-        (['', 'a', '', 'A'], [0, 0, 0, 0], [0, 1, 0, 2]),
-        (['7', '7'], [1, 0], [0, 1]),  # a scorer that is not sure of itself
-    ],
-)
-def test_votes_are_equal_by_the_scorer(texts, right, expected):
-    entry = dict(answer='7')
-    assert answers.vote_classes(texts, right, entry, exact_match) == expected
+def votes(reward, *rows, entry=None):
+    """Classes of answers (text, mark) to as many problems as there are rows."""
+    made = [data.Item('', (), '7', entry or dict(answer='7')) for _ in rows]
+    texts = [[text for text, _ in row] for row in rows]
+    marks = np.array([[mark for _, mark in row] for row in rows], np.float32)
+    found = answers.Answers(texts, marks, marks, marks, 0.0)
+    return answers.vote_classes(made, found, rewards.Local(reward))
+
+
+def test_votes_are_equal_by_the_judge():
+    texts = ['7', ' 7\n', '7.0', '8', '8.00', 'x', 'x ']
+    sums = list(zip(texts, [1, 1, 1, 0, 0, 0, 0], strict=True))
+    other = [('', 0), ('a', 0), ('', 0), ('A', 0), ('7', 1), ('7', 0), ('7.0', np.nan)]
+    found = votes(rewards.graded(exact_match), sums, other)
+    assert found == [[0, 0, 0, 1, 1, 2, 2], [0, 1, 0, 2, 3, 4, 5]]
 
 
 def test_votes_of_scorers_that_check_the_answer_itself():
     def even(answer, entry):
         return float(int(answer) % 2 == 0)
 
-    found = answers.vote_classes(['2', '4', '3', '5', 'x', '3'], [1, 1, 0, 0, 0, 0], {}, even)
-    assert found == [0, 0, 1, 2, 3, 1]
+    texts, marks = ['2', '4', '3', '5', 'x', '3'], [1, 1, 0, 0, 0, 0]
+    found = votes(rewards.graded(even), list(zip(texts, marks, strict=True)))
+    assert found == [[0, 0, 1, 2, 3, 1]]
+
+
+def test_votes_of_answers_that_hang_the_judge_end():
+    row = [(r'\boxed{1/2}', 1), (r'so \boxed{0.5}', 1), (r'\boxed{9^{9^9}}', np.nan)]
+    row += [(r'\boxed{9^{9^{9^9}}}', 0), (r'\boxed{3}', 0)]
+    judge = rewards.Workers(rewards.Spec('math_equivalence'), 1, deadline=1.0)
+    texts, marks = zip(*row, strict=True)
+    found = answers.Answers([list(texts)], *[np.array([marks])] * 3, 0.0)
+    made = [data.Item('', (), '1/2', dict(answer='1/2'))]
+    with judge:
+        assert answers.vote_classes(made, found, judge) == [[0, 0, 1, 2, 3]]
 
 
 def test_samples_as_lines(tmp_path):
@@ -217,6 +230,9 @@ def test_other_problems_and_each_task_by_itself(finished_run, tmp_path):  # noqa
     assert [item.prompt for item in done.items] == [f'{i}+1=' for i in range(8)]
     assert done.policy.origin['params'] == 'params'
     assert list(done.found) == ['all']
+    reward = ['--reward=tests.reward_functions.acting', '--deadline=30']
+    judged = run(finished_run, f'--data={path}', '--prompt_field=q', '--slots=16', *reward)
+    assert (judged.answers.marks == 1).all() and len(judged.items) == 8
     job = evaluate.plan(options(finished_run, '--slots=16', '--split=train'))
     config = json.loads((finished_run / 'config.json').read_text())
     config['tasks'] = dict(a=config['task'], b=config.pop('task') | dict(seed=5, held_out=8))
@@ -269,6 +285,13 @@ def test_a_written_config_is_the_config():
         (['--data=chain_sum', '--data_kw={"min_term": 2}'], 'Did you mean `min_terms`'),
         (['--data=chain_sum', '--data_kw=min_terms'], 'which is no JSON'),
         (['--data=chain_sum', '--data_form=compct'], 'Did you mean `compact`'),
+        (['--data=SUMS', '--data_size=500'], 'size is 500, which has no effect'),
+        (['--data=chain_sum', '--prompt_field=prompt'], "'prompt', which has no effect"),
+        (['--data=SUMS', '--reward=grded'], 'Did you mean `graded`'),
+        (['--data=SUMS', '--reward=boxed', '--reward_kw={"singel": 1}'], 'Did you mean `single`'),
+        (['--data=SUMS', '--reward_kw=[]'], 'legal is a JSON object'),
+        (['--data=SUMS', '--deadline=0'], 'judge.deadline must lie in'),
+        (['--deadline=3'], '--deadline has no effect'),
         (['--data_size=9'], '--data_size has no effect'),
         (['--split=heldout'], 'Did you mean `held_out`'),
         (['--out=OUT'], '--out OUT is there already'),
@@ -276,7 +299,9 @@ def test_a_written_config_is_the_config():
 )
 def test_refused_before_any_compile(flags, message, finished_run, tmp_path, capsys):  # noqa: F811
     (tmp_path / 'mine.txt').write_text('')
-    flags = [flag.replace('OUT', str(tmp_path)) for flag in flags]
+    (tmp_path / 'sums.jsonl').write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    places = {'OUT': str(tmp_path), 'SUMS': str(tmp_path / 'sums.jsonl')}
+    flags = [functools.reduce(lambda f, k: f.replace(k, places[k]), places, f) for f in flags]
     with metrics.Compiles() as compiles:
         assert evaluate.main([str(finished_run), *flags]) == 2
     assert compiles.take() == 0

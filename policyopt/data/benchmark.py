@@ -13,7 +13,9 @@ from policyopt import checks, settings
 from policyopt.data import gym, jsonl
 from policyopt.data.rows import BadRow, Row, in_held_out, loads, report
 from policyopt.data.tasks import Encoder, Item, TaskConfig, prompt_ids
+from policyopt.rewards.spec import Spec
 
+EXACT = Spec('policyopt.rewards.scorers.exact')
 HELD_OUT_SHARE = TaskConfig.held_out_share
 OF_GYM = ('kw', 'size', 'seed', 'form')  # fields that say nothing of files and folders
 OF_FIELDS = ('prompt_field', 'answer_field')
@@ -47,16 +49,22 @@ class BenchmarkConfig:
         checks.number('size', self.size, 1)
         checks.one_of('form', self.form, ('compact', 'full'))
         checks.one_of('on_bad_row', self.on_bad_row, ('error', 'skip'))
-        unused = OF_FIELDS if self.kind == 'gym' else OF_GYM
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in unused and value not in (field.default, {}):
-                raise ValueError(
-                    f'{field.name} is {value!r}, which has no effect: {self.source} is a '
-                    f'{"reasoning-gym dataset" if self.kind == "gym" else self.kind}'
-                )
+        changed = [f.name for f in dataclasses.fields(self) if not self._is_default(f)]
+        self.check_effect(changed)
         if self.kind != 'folder':
             checks.one_of('split', self.split, ('all', 'train', 'held_out'))
+
+    def _is_default(self, field: dataclasses.Field) -> bool:
+        return getattr(self, field.name) in (field.default, {})
+
+    def check_effect(self, names: Iterable[str]) -> None:
+        """Raise ValueError for the first field among the names that says nothing of the source."""
+        for name in names:
+            if name in (OF_FIELDS if self.kind == 'gym' else OF_GYM):
+                raise ValueError(
+                    f'{name} is {getattr(self, name)!r}, which has no effect: {self.source} is a '
+                    f'{"reasoning-gym dataset" if self.kind == "gym" else self.kind}'
+                )
 
     @property
     def kind(self) -> Literal['file', 'folder', 'gym']:
@@ -81,14 +89,14 @@ class Problems(NamedTuple):
       rows: distinct prompts, in order.
       bad: rows that are no problem.
       where: place in the source by number.
-      score: (answer, entry) -> score in [0, 1].
+      scorer: what judges answers where nothing else is asked for.
     """
 
     title: str
     rows: list[Row]
     bad: list[BadRow]
     where: Callable[[int], str]
-    score: Callable[[str, Any], float]
+    scorer: Spec
 
 
 def read(config: BenchmarkConfig) -> Problems:
@@ -98,11 +106,13 @@ def read(config: BenchmarkConfig) -> Problems:
     source that can't be read, and a source without a problem in the split.
     """
     path = pathlib.Path(config.source).expanduser()
-    score: Callable[[str, Any], float] = jsonl.exact_match
+    scorer = EXACT
     found: Iterable[Row | BadRow]
     if config.kind == 'gym':
         dataset = gym.create(config.source, config.kw, config.size, config.seed, 'data')
-        found, score = gym.rows(dataset, config.size, config.form), dataset.score_answer
+        found = gym.rows(dataset, config.size, config.form)
+        made_with = {'kw': config.kw, 'size': config.size, 'seed': config.seed}
+        scorer = Spec('policyopt.rewards.scorers.gym', {'name': config.source, **made_with})
     elif config.kind == 'file':
         if not path.is_file():
             near = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -111,7 +121,7 @@ def read(config: BenchmarkConfig) -> Problems:
         names = (config.prompt_field, config.answer_field)
         found = jsonl.read(path, jsonl.digest(path), names)
     else:
-        found, score = _folder(path, config)
+        found, scorer = _folder(path, config)
     rows: dict[str, Row] = {}
     bad: list[BadRow] = []
     for row in found:
@@ -125,7 +135,7 @@ def read(config: BenchmarkConfig) -> Problems:
 
     if not rows and not bad:
         raise ValueError(f'{config.source} holds no problem in split {config.split!r}')
-    return Problems(config.title, list(rows.values()), bad, where, score)
+    return Problems(config.title, list(rows.values()), bad, where, scorer)
 
 
 def _on_side(prompt: str, config: BenchmarkConfig) -> bool:
@@ -169,9 +179,7 @@ def items(
 # ============================================================================ folders
 
 
-def _folder(
-    path: pathlib.Path, config: BenchmarkConfig
-) -> tuple[list[Row | BadRow], Callable[[str, Any], float]]:
+def _folder(path: pathlib.Path, config: BenchmarkConfig) -> tuple[list[Row | BadRow], Spec]:
     """Rows of a prepared folder, and what judges answers to them."""
     import tensorflow_datasets as tfds
 
@@ -196,11 +204,12 @@ def _folder(
         except Exception as error:  # array_record, protobuf, other formats: each has its own
             raise ValueError(f'{path} cannot be read: {error}') from error
     if own:
-        score = _gym_score if builder.info.name == 'reasoning_gym' else jsonl.exact_match
+        of_gym = builder.info.name == 'reasoning_gym'
+        scorer = Spec('policyopt.rewards.scorers.gym_entry') if of_gym else EXACT
         rows = [(record['prompt'].decode(), *loads(record['row'])) for record in records]
         found = sorted(Row(line, prompt, entry) for prompt, line, entry in rows)
-        return list(found), score
-    return [_parse(i, record, names) for i, record in enumerate(records)], jsonl.exact_match
+        return list(found), scorer
+    return [_parse(i, record, names) for i, record in enumerate(records)], EXACT
 
 
 def _parse(index: int, record: Mapping[str, Any], names: Sequence[str]) -> Row | BadRow:
@@ -215,10 +224,3 @@ def _parse(index: int, record: Mapping[str, Any], names: Sequence[str]) -> Row |
                 return BadRow(index, f'`{name}` is no UTF-8')
     plain = {k: v for k, v in plain.items() if isinstance(v, (str, int, float, bool))}
     return jsonl.parse(index, json.dumps(plain).encode(), (names[0], names[1]))
-
-
-def _gym_score(answer: str, entry: Mapping[str, Any]) -> float:
-    """The scorer of the dataset that the entry names, at its default settings."""
-    import reasoning_gym
-
-    return reasoning_gym.get_score_answer_fn(entry['metadata']['source_dataset'])(answer, entry)  # pyright: ignore[reportCallIssue]

@@ -38,6 +38,17 @@ def gym(name: str, kw: Mapping[str, Any], size: int, seed: int) -> Score:
     return reasoning_gym.create_dataset(name, seed=seed, size=size, **kw).score_answer
 
 
+def gym_entry() -> Score:
+    """The scorer of the reasoning-gym dataset that an example names, at its default settings."""
+    import reasoning_gym
+
+    def score(answer: str, example: Mapping[str, Any]) -> float:
+        name = example['metadata']['source_dataset']
+        return reasoning_gym.get_score_answer_fn(name)(answer, example)  # pyright: ignore[reportCallIssue]
+
+    return score
+
+
 def by_task(scores: Mapping[str, Score]) -> Score:
     """The scorer of a mixture: each example's task, `example['task']`, has its own."""
     return lambda answer, example: scores[example['task']](answer, example)
