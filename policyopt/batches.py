@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from policyopt import checks
+from policyopt import checks, disk
 
 _REQUIRED = ('logp_new', 'logp_old', 'mask', 'advantages')
 _FLOATS = ('logp_new', 'logp_old', 'advantages', 'logp_behavior')
@@ -110,16 +110,8 @@ def _npz(path: str | os.PathLike) -> Path:
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-    try:
-        with open(scratch, 'wb') as file:
-            np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    with disk.whole(path) as partial, open(partial, 'wb') as file:
+        np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
     return path
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policyopt.at_k import wilson
+from policyopt.disk import whole
 from policyopt.runs import TIMES, Run, Series, smooth, width_of
-from policyopt.workdir import whole
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999')
 FEW = 12  # points that are shown as such

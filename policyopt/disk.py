@@ -1,13 +1,33 @@
-"""Errors of the file system: which there are, and what to do about them."""
+"""Files that are whole or not there; errors of the file system, and what to do about them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 # What says that the disk, or what is allowed on it, has come to an end.
 FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 FAULTS += (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, which takes its place at the end; removed on errors.
+
+    It is on disk before the name says that it is.
+    """
+    partial = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    try:
+        yield partial
+        with open(partial, 'rb') as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def advice(error: BaseException) -> str:

@@ -24,12 +24,12 @@ from policyopt import at_k, policy
 from policyopt.answers import Answers
 from policyopt.at_k import wilson
 from policyopt.data import Item, benchmark
+from policyopt.disk import whole
 from policyopt.evaluate_plan import Plan, parser, plan
 from policyopt.recipe import Setup
 from policyopt.rewards import Judge, JudgeError, Page
 from policyopt.sampling import Finish, RowErrors, SamplingConfig
 from policyopt.sampling.config import check_config
-from policyopt.workdir import whole
 
 SUMMARY, SAMPLES, CURVE = 'evaluation.json', 'samples.jsonl', 'pass_at_k.png'
 

@@ -76,9 +76,11 @@ def token_record(made: Inspection, row: int, t: int) -> dict[str, Any]:
         'ratio': number(made.ratio),
         'advantage': number(batch.advantages),
     }
+    several = sum(bool(term.gates or term.penalties) for term in made.terms.values()) > 1
     for name, term in made.terms.items():
-        found |= {f'gate {key}': number(x) for key, x in (term.gates or {}).items()}
-        found |= {f'penalty {key}': number(x) for key, x in (term.penalties or {}).items()}
+        head = f'{name} ' if several else ''  # two losses may have the same gate
+        found |= {f'{head}gate {key}': number(x) for key, x in (term.gates or {}).items()}
+        found |= {f'{head}penalty {key}': number(x) for key, x in (term.penalties or {}).items()}
         found |= {f'{name} weight': number(term.weights), f'{name} loss': number(term.loss)}
     found['share'] = number(made.share)
     found['marks'] = [name for name, mark in made.marks.items() if mark[at]]

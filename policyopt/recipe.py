@@ -282,6 +282,7 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
             f'config.reference_every has no effect: no term of {c.algorithm} reads a reference '
             'policy (its KL coefficient may be 0); legal is None'
         )
+    rollout_lib.check_groups(algorithm, needed, c.rollout, c.algorithm)
     own = c.critic is not None and c.critic.own
     rules = layout.run_rules(c.rules)
     mesh = layout.run_mesh(c.mesh, rules)

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policyopt import checks, dashboard, settings
+from policyopt.disk import whole
 from policyopt.runs import Run, Series, read_all, smooth, width_of
-from policyopt.workdir import DASHBOARD, PAGE, whole
+from policyopt.workdir import DASHBOARD, PAGE
 
 COMPARED = 'comparison'  # name of figure and page of several runs
 SETTLED = 2  # steps that may compile after each start

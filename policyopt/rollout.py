@@ -122,6 +122,43 @@ def required_fields(algorithm: Algorithm) -> frozenset[str]:
     return frozenset(needed) | compose.required_inputs(algorithm.loss, coefficients)
 
 
+def check_groups(
+    algorithm: Algorithm, needed: frozenset[str], config: RolloutConfig, name: str
+) -> None:
+    """Raise ValueError for groups of one answer where the algorithm compares those of a group.
+
+    Found by running it on four such rows, of rewards 0 and 1: none is kept, or has an advantage.
+    One that reads values or segments, by `required_fields`, is taken to learn from them.
+    """
+    if config.group_size > 1 or needed & {'values', 'segment', 'segment_rewards'}:
+        return
+    zeros, rewards = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1], np.float32)
+    rollout = Rollout(
+        tokens=np.zeros((4, 2), np.int32),
+        mask=zeros + 1,
+        length=np.full(4, 2),
+        prompt_length=np.zeros(4, int),
+        rewards=rewards,
+        group=np.arange(4),
+        logp_behavior=zeros,
+        logp_ref=zeros,
+        truncated=np.zeros(4, bool),
+        positive=rewards > 0,
+    )
+
+    @jax.jit
+    def learns(rollout: Rollout) -> Any:
+        rollout = algorithm.shape(rollout)
+        advantages = algorithm.advantages(rollout).advantages
+        return jnp.any(algorithm.keep(rollout)) & jnp.any(advantages != 0)
+
+    if not learns(rollout):
+        raise ValueError(
+            f'config.rollout.group_size is 1, from which {name} learns nothing: it compares the '
+            'answers to a problem with each other; legal is 2 or more'
+        )
+
+
 def make_collector(
     model: Any,
     algorithm: Algorithm,

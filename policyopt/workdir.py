@@ -72,22 +72,14 @@ def _same(path: Path, file: IO[str]) -> bool:
 
 
 def _contents(workdir: Path) -> list[str]:
-    ours = (LOCK, f'.{SETTINGS}')
-    return [entry.name for entry in workdir.iterdir() if entry.name not in ours]
+    names = [entry.name for entry in workdir.iterdir()]
+    return [name for name in names if name != LOCK and not name.startswith(f'.{SETTINGS}.')]
 
 
 def write_settings(workdir: Path, text: str) -> None:
     """Write the config of the run, whole or not at all."""
-    scratch = workdir / f'.{SETTINGS}'
-    try:
-        with open(scratch, 'w', encoding='utf-8') as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, workdir / SETTINGS)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    with disk.whole(workdir / SETTINGS) as partial:
+        partial.write_text(text, encoding='utf-8')
 
 
 @contextlib.contextmanager
@@ -142,18 +134,6 @@ def position(records: Path) -> int:
     with open(records, 'rb') as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
-
-
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place at the end; removed on errors."""
-    partial = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-    try:
-        yield partial
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def drop_half_line(path: Path) -> None:

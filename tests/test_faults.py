@@ -529,7 +529,7 @@ def test_killed_while_it_starts(moment, quick, whole, tmp_path):
     workdir = tmp_path / 'run'
     workdir_lib.claim(workdir).close()
     if moment == 'config':
-        (workdir / '.config.json').write_text('{"se')
+        (workdir / '.config.json.1.tmp').write_text('{"se')
     if moment == 'checkpoints':
         workdir_lib.write_settings(workdir, '{}')
         (workdir / 'checkpoints').mkdir()

@@ -147,6 +147,20 @@ def test_shares_are_those_of_the_slopes():
     assert not any(mark[~made.mask].any() for mark in made.marks.values())
 
 
+def test_equal_gates_of_two_losses_are_two_columns():
+    batch, logp_new = hand_made()
+    made = examined(batch, logp_new)
+    made.setup.model.tokenizer = types.SimpleNamespace(decode=str)
+    (name,) = made.terms
+    one = made.terms[name]._replace(gates={'mine': np.full((4, 4), 0.25)})
+    two = one._replace(gates={'mine': np.full((4, 4), 0.5)}, penalties={})
+    found = inspect.token_record(dataclasses.replace(made, terms={name: one}), 0, 1)
+    assert found['gate mine'] == 0.25 and 'penalty kl_to_reference' in found
+    made = dataclasses.replace(made, terms={name: one, 'other': two})
+    found = inspect.token_record(made, 0, 1)
+    assert (found[f'{name} gate mine'], found['other gate mine']) == (0.25, 0.5)
+
+
 def test_what_is_unusual_is_marked():
     batch, logp_new = hand_made()
     made = examined(batch, logp_new)

@@ -162,6 +162,12 @@ def test_a_small_quickstart_gains_ten_points(tmp_path):
         ('tiny', dict(task__name='chain_sums'), 'Did you mean `chain_sum`'),
         ('tiny', dict(warm_start__accuracy=(0.5, 0.2)), 'warm_start.accuracy is'),
         ('tiny', dict(rollout__group_size=0), 'group_size is 0'),
+        ('tiny', dict(rollout__group_size=1), 'group_size is 1, from which .*gspo learns nothing'),
+        (
+            'tiny,algorithm=reinforce',
+            dict(rollout__group_size=1, dynamic_sampling=True),
+            'group_size is 1, from which .*reinforce learns nothing',
+        ),
         ('tiny', dict(optimizer__lr=0.1), 'config.optimizer has no `lr`'),
         ('tiny', dict(rollout__chunks=3), 'chunks is 3; legal are divisors of prompts, 8'),
         ('tiny', dict(tasks=dict(a=dict(size=9))), 'has both task and tasks'),

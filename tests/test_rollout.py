@@ -13,7 +13,7 @@ import pytest
 import policyopt as po
 from policyopt import data, drawing, models, rewards, rollout, scoring
 from policyopt.rewards import Local, Verdict
-from policyopt.rollout import RolloutConfig, make_collector, required_fields
+from policyopt.rollout import RolloutConfig, check_groups, make_collector, required_fields
 from policyopt.sampling import EngineConfig, SamplingConfig
 from tests.bigram import Bigram, Config
 
@@ -371,3 +371,24 @@ def test_config_errors():
         RolloutConfig(group_size=0)
     with pytest.raises(ValueError, match='chunks is 3; legal are divisors of prompts, 4'):
         RolloutConfig(prompts=4, chunks=3)
+
+
+@pytest.mark.parametrize(
+    ('name', 'alone'),
+    [
+        ('reinforce_pp', True),
+        ('ppo_clip', True),
+        ('gspo_step', True),
+        ('grpo', False),
+        ('dapo', False),
+    ],
+)
+def test_groups_of_one_are_for_algorithms_that_learn_from_them(name, alone):
+    algorithm = getattr(po.algorithms, name)()
+    needed = required_fields(algorithm)
+    check_groups(algorithm, needed, RolloutConfig(group_size=2), name)
+    if alone:
+        check_groups(algorithm, needed, RolloutConfig(group_size=1), name)
+    else:
+        with pytest.raises(ValueError, match=f'group_size is 1, from which {name} learns nothing'):
+            check_groups(algorithm, needed, RolloutConfig(group_size=1), name)

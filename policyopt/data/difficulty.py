@@ -19,11 +19,10 @@ import math
 import os
 import pathlib
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from policyopt import checks
+from policyopt import checks, disk
 
 FIELD = 'difficulty'
 KEPT, EASY, UNSOLVED, DOUBTFUL = 'kept', 'too easy', 'never solved', 'doubtful'
@@ -189,13 +188,9 @@ def write_lines(path: str | os.PathLike, rows: Iterable[Mapping[str, Any]]) -> N
     path = pathlib.Path(path)
     check_absent(path)
     try:
-        with tempfile.NamedTemporaryFile(
-            'w', encoding='utf-8', dir=path.parent, prefix='incomplete-', delete=False
-        ) as file:
+        with disk.whole(path) as partial, open(partial, 'w', encoding='utf-8') as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + '\n')
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
     except OSError as error:
         raise ValueError(f'{path} cannot be written: {error.strerror}') from error
 
