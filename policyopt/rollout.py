@@ -133,7 +133,7 @@ def check_groups(
     if config.group_size > 1 or needed & {'values', 'segment', 'segment_rewards'}:
         return
     zeros, rewards = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1], np.float32)
-    rollout = Rollout(
+    fields: dict[str, Any] = dict(
         tokens=np.zeros((4, 2), np.int32),
         mask=zeros + 1,
         length=np.full(4, 2),
@@ -152,7 +152,7 @@ def check_groups(
         advantages = algorithm.advantages(rollout).advantages
         return jnp.any(algorithm.keep(rollout)) & jnp.any(advantages != 0)
 
-    if not learns(rollout):
+    if not learns(Rollout(**fields)):
         raise ValueError(
             f'config.rollout.group_size is 1, from which {name} learns nothing: it compares the '
             'answers to a problem with each other; legal is 2 or more'
