@@ -3,15 +3,19 @@
 Each sandbox that the machine has is attacked; pydantic-monty is everywhere that tests are.
 """
 
+import errno
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import time
 
 import pytest
 
 from policyopt import rewards
+from policyopt.rewards import seccomp
+from policyopt.rewards.sandbox import Clock, Limits, make
 from tests.escapes import ESCAPES, HEAD, HUNTS
 
 SANDBOXES = ('monty', *(('bwrap',) if shutil.which('bwrap') else ()))
@@ -82,10 +86,87 @@ def test_packages_and_what_they_hold_are_not_there_to_be_read(name, monkeypatch)
     monkeypatch.syspath_prepend('/usr/share')
     judge = rewards.code_tests(sandbox=name)
     code = 'import os\ndef f(x):\n    return sorted(os.listdir(x))'
-    for folder in ('/usr/share', of_library):
+    for folder in filter(os.path.isdir, ('/usr/share', of_library)):
         seen = sorted(os.listdir(folder))
         verdict = judge(code, (), {'tests': {'function': 'f', 'cases': [[[folder], seen]]}})
         assert seen and verdict.right is False, folder
+
+
+def verdict_of(program, call, arch, flags):
+    """What the kernel would answer: the filter run instruction by instruction."""
+    data = struct.pack('<IIQQ', call, arch, 0, flags) + bytes(40)
+    lines = list(struct.iter_unpack('<HBBI', program))
+    at, value = 0, 0
+    while True:
+        code, yes, no, k = lines[at]
+        at += 1
+        if code == 0x06:  # return
+            return k
+        if code == 0x20:  # load
+            (value,) = struct.unpack_from('<I', data, k)
+        else:
+            found = {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code]
+            at += yes if found else no
+
+
+@pytest.mark.parametrize(('machine', 'column'), [('x86_64', 0), ('aarch64', 1)])
+def test_the_filter_of_system_calls(machine, column):
+    program = seccomp.program(machine)
+    arch = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}[machine]
+    allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+    refused = {numbers[column] for numbers in seccomp._CALLS.values()}
+    refused |= set(seccomp._EVERYWHERE.values())
+    clone = (56, 220)[column]
+    for call in range(600):
+        found = verdict_of(program, call, arch, 0)
+        want = refuse if call in refused else allow
+        assert found == (0x00050000 | errno.ENOSYS if call == 435 else want), call
+        assert verdict_of(program, call, 0x40000003, 0) == kill  # 32 bits
+    for bit in (17, 25, 26, 27, 28, 29, 30):  # CLONE_NEWNS to CLONE_NEWNET
+        assert verdict_of(program, clone, arch, 1 << bit | 17) == refuse
+    assert verdict_of(program, clone, arch, 0x3D0F00) == allow  # a thread
+    assert verdict_of(program, 0x40000000 + 39, arch, 0) == refuse  # x32
+    with pytest.raises(ValueError, match='machine is riscv64; legal is x86_64 or aarch64'):
+        seccomp.program('riscv64')
+
+
+@pytest.mark.parametrize('name', [name for name in SANDBOXES if name == 'bwrap'])
+def test_what_keeps_code_in_is_on(name):
+    """Limits and filter, each by what it does: an attempt may fail for another reason."""
+    code = """
+import ctypes, errno, os, resource, time
+def calls(numbers):
+    libc, found = ctypes.CDLL(None, use_errno=True), []
+    for number in numbers:
+        found.append(libc.syscall(number, 0, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno())
+    return found
+def forks(x):
+    for i in range(40):
+        try:
+            if os.fork() == 0:
+                time.sleep(60)
+        except OSError:
+            return i
+    return 40
+def limits(x):
+    names = ('AS', 'CPU', 'NOFILE', 'FSIZE', 'CORE')
+    return [resource.getrlimit(getattr(resource, f'RLIMIT_{name}')) for name in names]
+def rights(x):
+    return os.getuid() != 0 or os.geteuid() != 0, os.path.exists('/proc/self'), os.getppid() < 3
+"""
+    column = seccomp.MACHINES.index(os.uname().machine)
+    numbers = [x[column] for x in seccomp._CALLS.values()] + list(seccomp._EVERYWHERE.values())
+    sandbox, clock = make(name, Limits(20.0, 128)), Clock(20.0)
+    with sandbox.program(code, 'calls', clock) as call:
+        assert call((numbers,), {}) == [errno.EPERM] * len(numbers)
+    with sandbox.program(code, 'forks', clock) as call:
+        assert 0 < call((0,), {}) < 17
+    with sandbox.program(code, 'limits', clock) as call:
+        wanted = (128 * 2**20, 21, 64, 16 * 2**20, 0)
+        assert call((0,), {}) == [(value, value) for value in wanted]
+    if os.geteuid() == 0:
+        with sandbox.program(code, 'rights', clock) as call:
+            assert call((0,), {}) == (True, False, True)
 
 
 def test_at_least_forty_attempts():
