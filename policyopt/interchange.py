@@ -36,9 +36,9 @@ from typing import Any
 import numpy as np
 
 from policyopt import batches, checks, hosts
+from policyopt.disk import whole
 from policyopt.sampling import Finish
 from policyopt.types import Rollout, TokenBatch
-from policyopt.workdir import whole
 
 REQUIRED = ('prompt_ids', 'ids', 'logprobs', 'reward', 'group', 'finish')
 OPTIONAL = ('mask', 'version', 'routed_experts', 'kept_ids', 'kept_offsets')
