@@ -149,7 +149,10 @@ def by_first(action: Callable[[], Any]) -> Any:
             error = raised
     value, text = exchange((value, error and f'{type(error).__name__}: {error}'))[0]
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # else it holds what it met until garbage is collected
     if text is not None:
         raise HostError(f'process 0: {text}')
     return value

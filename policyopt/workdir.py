@@ -56,9 +56,14 @@ def claim(workdir: Path) -> IO[str]:
             if _same(workdir / LOCK, file):
                 break
             file.close()  # the folder was moved in between: the lock is on the one that is gone
-        file.truncate(0)
-        file.write(f'{os.getpid()}\n')
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(f'{os.getpid()}\n')
+            file.flush()
+        except OSError:
+            with contextlib.suppress(OSError):  # it tries to write again
+                file.close()
+            raise
     except OSError as error:
         raise WorkdirError(f'--workdir {workdir} can not be used: {disk.advice(error)}') from error
     return file
