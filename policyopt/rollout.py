@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyopt import filling, hosts, scoring
+from policyopt import credit, filling, hosts, scoring
 from policyopt import metrics as metrics_lib
 from policyopt.data import Item
 from policyopt.drawing import make_draw
@@ -145,8 +145,9 @@ def make_collector(
     that stay. Verdicts are written down on `page`, if there is one, and those that it has from
     before are used again.
 
-    The reference policy is scored only where the algorithm reads it, the critic likewise. The
-    answer is one segment, and `segment_rewards` holds its reward at its last token.
+    The reference policy is scored only where the algorithm reads it, the critic likewise. An
+    answer that was not divided into steps or turns is one segment, and `segment_rewards` holds its
+    reward at its last token.
 
     Args:
       model, algorithm, judge, config, sampling: as named.
@@ -195,9 +196,10 @@ def make_collector(
         if needed & {'values', 'values_old', 'returns'}:
             assert values is not None
             changes['values'] = values(state, rollout)
-        if needed & {'segment', 'segment_rewards'}:
+        if 'segment' in needed and rollout.segment is None:
             changes['segment'] = jnp.zeros(rollout.tokens.shape, jnp.int32)
-            last = jnp.arange(rollout.tokens.shape[1]) == rollout.length[:, None] - 1
+        if 'segment_rewards' in needed and rollout.segment_rewards is None:
+            last = credit.last_token(jnp.asarray(rollout.mask))
             changes['segment_rewards'] = jnp.where(last, rollout.rewards[:, None], jnp.nan)
         return dataclasses.replace(rollout, **changes)
 
