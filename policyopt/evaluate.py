@@ -26,7 +26,7 @@ from policyopt.at_k import wilson
 from policyopt.data import Item, benchmark
 from policyopt.evaluate_plan import Plan, parser, plan
 from policyopt.recipe import Setup
-from policyopt.rewards import Judge, Page
+from policyopt.rewards import Judge, Page, StepsConfig
 from policyopt.sampling import Finish, RowErrors, SamplingConfig
 from policyopt.sampling.config import check_config
 from policyopt.workdir import whole
@@ -75,6 +75,7 @@ def accuracy(
     prompt_width: int,
     batch: int,
     page: Page | None = None,
+    steps: StepsConfig | None = None,
 ) -> Accuracy:
     """Answer every item once and judge the answers; arguments as of `answers.draw`.
 
@@ -91,6 +92,7 @@ def accuracy(
         batch=batch,
         on_error='record',
         page=page,
+        steps=steps,
     )
     right = found.correct[:, 0]
     texts = tuple(text for (text,) in found.texts)
@@ -104,12 +106,13 @@ def held_out(setup: Setup, params: Any, page: Page | None = None) -> Accuracy:
         setup.model,
         params,
         setup.task.held_out,
-        setup.judge,
+        setup.measure,
         jax.random.key(c.seed),
         c.sampling.at_temperature(c.evaluation.temperature),
         prompt_width=setup.task.prompt_width,
         batch=c.evaluation.batch,
         page=page,
+        steps=c.rollout.steps,
     )
 
 
@@ -149,7 +152,8 @@ def run(job: Plan) -> Evaluated:
     check_config(model, job.sampling)
     if job.problems is None:
         assert which.setup is not None
-        task, judge = which.setup.task, which.setup.judge
+        task, judge = which.setup.task, which.setup.measure
+        steps = which.setup.config.rollout.steps
         sides = {'held_out': [task.held_out], 'train': [task.train]}
         items = [i for side in sides.get(job.split, [task.held_out, task.train]) for i in side]
         score = task.score
@@ -161,7 +165,7 @@ def run(job: Plan) -> Evaluated:
                 f'{model.config.max_length} tokens, prompt and answer'
             )
         score = job.problems.score
-        judge = rewards.Local(rewards.graded(score))
+        judge, steps = rewards.Local(rewards.graded(score)), None
         items = benchmark.items(job.problems, model.tokenizer, room, job.on_bad_row)
     items = _limited(items, job.limit)
     if not items:
@@ -179,6 +183,7 @@ def run(job: Plan) -> Evaluated:
         engine=job.engine,
         title='answers',
         on_error='record',
+        steps=steps,
     )
     votes = [
         answers_lib.vote_classes(texts, right.tolist(), item.entry, score)

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from policyopt import algorithms, base, checks, data, layout, models, rewards, settings, shaping
 from policyopt import critic as critic_lib
 from policyopt import learner as learner_lib
+from policyopt import reward_judge as judge_lib
 from policyopt import rollout as rollout_lib
 from policyopt.checkpoint import CheckpointConfig
+from policyopt.preferences import PreferencesConfig
 from policyopt.sampling import SamplingConfig, allowed_mask
 from policyopt.sampling.config import check_config
 from policyopt.types import Algorithm, keep_all
@@ -129,6 +131,7 @@ class RunConfig:
       reward: name of a reward in policyopt.rewards, or import path of a factory of one, with its
         arguments in `reward_kw`; the default takes the task's own scorer. See docs/rewards.md.
       judge: where rewards are computed, and how long they may take.
+      preferences: how the run trains a reward model before RL; None for none.
       rollout, sampling, optimizer, evaluation, checkpoint: see their classes.
       warm_start: the supervised stage; None for none.
       steps: RL steps, each of which draws new answers.
@@ -170,6 +173,7 @@ class RunConfig:
     reward: str = 'graded'
     reward_kw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     judge: rewards.JudgeConfig = rewards.JudgeConfig()
+    preferences: PreferencesConfig | None = None
     dynamic_sampling: bool = False
     steps: int = 100
     epochs: int = 1
@@ -235,6 +239,7 @@ class Setup(NamedTuple):
       params: parameters from a checkpoint; None where they are drawn.
       task, judge: problems, and what judges answers to them, whose processes start when it is used;
         None where they were left out.
+      measure: what judges measurements: the judge, but where its reward reads a reward model.
       algorithm: as named.
       needed: optional fields that it reads; see rollout.required_fields.
       width: tokens of a row, prompt and answer.
@@ -248,6 +253,7 @@ class Setup(NamedTuple):
     params: Any
     task: Any  # data.Task
     judge: Any  # rewards.Judge
+    measure: Any
     algorithm: Algorithm
     needed: frozenset[str]
     width: int
@@ -293,6 +299,7 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
         params=params,
         task=None,
         judge=None,
+        measure=None,
         algorithm=algorithm,
         needed=needed,
         width=0,
@@ -320,7 +327,11 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
             f'with its end of sequence has {task.longest_answer} tokens'
         )
     spec = rewards.read(c.reward, c.reward_kw, task.scorer, 'config.reward')
-    setup = setup._replace(task=task, judge=rewards.make_judge(spec, c.judge), width=width)
+    judge_lib.check(spec, c.rollout.steps, c.preferences is not None, needed)
+    judge, measure = judge_lib.make_judges(
+        spec, task.scorer, c.judge, model.tokenizer, mesh, model.rules
+    )
+    setup = setup._replace(task=task, judge=judge, measure=measure, width=width)
     check_config(model, c.sampling)
     make_learner(setup)  # for its checks: it compiles nothing
     return setup

@@ -17,7 +17,7 @@ from policyopt.data import Item
 from policyopt.drawing import make_draw
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
-from policyopt.rewards import Judge, Page, Remarks, Round, Verdict
+from policyopt.rewards import Judge, Page, Remarks, Round, StepsConfig, Verdict
 from policyopt.rewards import describe as describe_verdicts
 from policyopt.sampling import EngineConfig, Finish, SamplingConfig, allowed_mask
 from policyopt.types import Algorithm, MissingInput, Rollout, TokenBatch
@@ -37,6 +37,8 @@ class RolloutConfig:
         those before are judged. They change no token.
       engine: draw with the slot engine (continuous batching), which spends no step on ended rows,
         and has each judged as it ends; None draws in lock-step.
+      steps: what divides answers into steps, for rewards and ratios of these; None leaves them
+        whole.
     """
 
     prompts: int = 64
@@ -45,6 +47,7 @@ class RolloutConfig:
     shortage: Literal['smaller', 'error'] = 'smaller'
     chunks: int = 1
     engine: EngineConfig | None = None
+    steps: StepsConfig | None = None
 
     def __post_init__(self):
         for name in ('prompts', 'group_size', 'max_rounds', 'chunks'):

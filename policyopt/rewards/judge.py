@@ -29,16 +29,19 @@ class JudgeConfig:
       deadline: seconds a row may take, by the clock; it then has no reward, and counts as
         `rewards/timed_out`. Without effect, and not legal, for 0 workers, like `memory`.
       memory: GiB of address space of each worker; a row that takes more has no reward.
+      batch: rows that a reward model scores at once; without effect where there is none.
     """
 
     workers: int = 2
     deadline: float = 5.0
     memory: float = 4.0
+    batch: int = 32
 
     def __post_init__(self):
         checks.number('judge.workers', self.workers, 0)
         checks.number('judge.deadline', self.deadline, 0.01)
         checks.number('judge.memory', self.memory, 0.25)
+        checks.number('judge.batch', self.batch, 1)
         for name in ('deadline', 'memory'):
             value, default = getattr(self, name), JudgeConfig.__dataclass_fields__[name].default
             if not self.workers and value != default:
@@ -57,6 +60,10 @@ class Judge(Protocol):
 
     def submit(self, cases: Sequence[Case]) -> list[Future[Verdict]]:
         """Verdicts on the cases, one each, as they will be."""
+        ...
+
+    def flush(self) -> None:
+        """Begin with what was submitted and is held back, as for a batch that is not full."""
         ...
 
     def close(self) -> None:
@@ -83,6 +90,9 @@ class Local:
         self.start()
         assert self._pool is not None
         return [self._pool.submit(judged, self._reward, case) for case in cases]
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
     def close(self) -> None:
         """Let the thread end."""
@@ -141,6 +151,7 @@ class Round:
 
     def verdicts(self, rows: int) -> list[Verdict]:
         """Verdicts on rows 0 to rows - 1, waited for; a row that was not added has no reward."""
+        self._judge.flush()
         given = {i: v.result() if isinstance(v, Future) else v for i, v in self._found.items()}
         parts = hosts.exchange((given, self._digests))
         given = {i: verdict for found, _ in parts for i, verdict in found.items()}
