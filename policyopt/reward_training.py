@@ -91,9 +91,12 @@ def compare(
 
 
 def first(policy: models.Model, params: Any, key: Array) -> tuple[models.Model, Any]:
-    """A reward model on the policy's trunk: float32 copies of its parameters, and a fresh head."""
+    """A reward model on the policy's trunk: float32 copies of its parameters, and a fresh head.
+
+    It has no output matrix, so that its folder is that of a sequence classifier.
+    """
     config = dataclasses.replace(
-        policy.config, value_head=False, reward_head=True, param_dtype='float32'
+        policy.config, value_head=False, reward_head=True, tied=True, param_dtype='float32'
     )
     model = models.build(config, policy.tokenizer, dict(policy.rules))
     fresh = layout.init(model, key)
