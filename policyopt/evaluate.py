@@ -145,31 +145,52 @@ class Evaluated(NamedTuple):
     found: dict[str, dict[str, at_k.Figure]]
 
 
+class Problems(NamedTuple):
+    """Problems, and what judges answers to them.
+
+    Attributes:
+      items: the problems.
+      judge: says which answers are right.
+      score: (answer, entry) -> mark.
+      steps: what divides answers, for rewards of steps.
+    """
+
+    items: list[Item]
+    judge: Judge
+    score: Any
+    steps: StepsConfig | None = None
+
+
+def problems_of(job: Plan, which: policy.Policy) -> Problems:
+    """The problems of a plan: a run's own, or those that were read; ValueError without any."""
+    if job.problems is None:
+        assert which.setup is not None
+        task = which.setup.task
+        sides = {'held_out': [task.held_out], 'train': [task.train]}
+        items = [i for side in sides.get(job.split, [task.held_out, task.train]) for i in side]
+        found = Problems(items, which.setup.measure, task.score, which.setup.config.rollout.steps)
+    else:
+        room = which.model.config.max_length - job.sampling.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f'max_new_tokens is {job.sampling.max_new_tokens}; the model has room for '
+                f'{which.model.config.max_length} tokens, prompt and answer'
+            )
+        score = job.problems.score
+        items = benchmark.items(job.problems, which.model.tokenizer, room, job.on_bad_row)
+        found = Problems(list(items), rewards.Local(rewards.graded(score)), score)
+    if not found.items:
+        raise ValueError(f'there is no problem in split {job.split!r}')
+    return found
+
+
 def run(job: Plan) -> Evaluated:
     """Load, answer, judge, sum up."""
     which = policy.load(job.source, job.step, job.which, problems=job.problems is None)
     model = which.model
     check_config(model, job.sampling)
-    if job.problems is None:
-        assert which.setup is not None
-        task, judge = which.setup.task, which.setup.measure
-        steps = which.setup.config.rollout.steps
-        sides = {'held_out': [task.held_out], 'train': [task.train]}
-        items = [i for side in sides.get(job.split, [task.held_out, task.train]) for i in side]
-        score = task.score
-    else:
-        room = model.config.max_length - job.sampling.max_new_tokens
-        if room < 1:
-            raise ValueError(
-                f'max_new_tokens is {job.sampling.max_new_tokens}; the model has room for '
-                f'{model.config.max_length} tokens, prompt and answer'
-            )
-        score = job.problems.score
-        judge, steps = rewards.Local(rewards.graded(score)), None
-        items = benchmark.items(job.problems, model.tokenizer, room, job.on_bad_row)
+    items, judge, score, steps = problems_of(job, which)
     items = _limited(items, job.limit)
-    if not items:
-        raise ValueError(f'there is no problem in split {job.split!r}')
     print(f'{which}: {len(items)} problems, {job.samples} answers to each', flush=True)
     answers = answers_lib.draw(
         model,

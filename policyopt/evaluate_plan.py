@@ -165,6 +165,19 @@ def parser() -> argparse.ArgumentParser:
         description='avg@n, pass@k and majority votes of a policy, with 95 %% intervals.',
         allow_abbrev=False,
     )
+    add_policy(p)
+    p.add_argument('--k', help='numbers with commas (default: powers of two up to --samples)')
+    p.add_argument('--samples', type=int, help='answers to a problem (default: the largest k)')
+    p.add_argument('--seed', type=int, default=0, help='of answers and intervals (default: 0)')
+    p.add_argument('--limit', type=int, help='of problems, the first of each task')
+    p.add_argument('--out', help='new folder for summary, samples and figure')
+    add_draws(p)
+    add_data(p, 'held out')
+    return p
+
+
+def add_policy(p: argparse.ArgumentParser) -> None:
+    """Flags that say which policy."""
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument(
         'what', nargs='?', help='a run (its --workdir), a Hugging Face folder, a GGUF'
@@ -177,12 +190,11 @@ def parser() -> argparse.ArgumentParser:
         help="of a run: its moving average, 'ema', or 'params' (default: the average where there "
         'is one)',
     )
-    p.add_argument('--k', help='numbers with commas (default: powers of two up to --samples)')
-    p.add_argument('--samples', type=int, help='answers to a problem (default: the largest k)')
-    p.add_argument('--seed', type=int, default=0, help='of answers and intervals (default: 0)')
-    p.add_argument('--limit', type=int, help='of problems, the first of each task')
+
+
+def add_draws(p: argparse.ArgumentParser) -> None:
+    """Flags that say how answers are drawn."""
     p.add_argument('--slots', type=int, default=64, help='answers drawn at once (default: 64)')
-    p.add_argument('--out', help='new folder for summary, samples and figure')
     draws = p.add_argument_group('how answers are drawn (default: as the run draws them)')
     draws.add_argument(
         '--temperature',
@@ -194,7 +206,11 @@ def parser() -> argparse.ArgumentParser:
     draws.add_argument('--top_k', type=int, help='so many most probable tokens')
     draws.add_argument('--min_p', type=float, help='share of the largest probability')
     draws.add_argument('--max_new_tokens', type=int, help=f'without a run: {MAX_NEW_TOKENS}')
-    data = p.add_argument_group("problems (default: the run's own, held out)")
+
+
+def add_data(p: argparse.ArgumentParser, own: str) -> None:
+    """Flags that say which problems; `own` is the split of a run that is the default."""
+    data = p.add_argument_group(f"problems (default: the run's own, {own})")
     data.add_argument(
         '--data',
         help='a JSONL file, a folder that a tfds builder prepared, a reasoning-gym dataset',
@@ -207,4 +223,3 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument('--prompt_field', help='name in a file or folder (prompt)')
     data.add_argument('--answer_field', help='name in a file or folder (answer)')
     data.add_argument('--on_bad_row', help="'error', or 'skip' with a warning (error)")
-    return p

@@ -12,21 +12,18 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import queue
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from policyopt import rewards
-from policyopt.models import hf
 from policyopt.reward_model import (
     RewardModel,
-    checked,
+    check_folder,
     load,
     make_rows,
     make_score,
@@ -345,13 +342,7 @@ def _asked(spec: Spec) -> list[dict[str, Any]]:
 
 def _check_folder(path: str, scale: str, **others: Any) -> None:
     del others
-    file = Path(path) / 'config.json'
-    if not file.exists():
-        raise ValueError(
-            f'reward_model: path is {path!r}, which has no config.json; legal is a folder that '
-            '`python -m policyopt.train_reward` wrote, or a Hugging Face one'
-        )
-    checked(hf.read_config(json.loads(file.read_text())), path)
+    check_folder(path)
     known = read_calibration(path)
     if scale != 'raw' and (known is None or (scale == 'truth' and known.slope is None)):
         have = 'no calibration.json' if known is None else 'a calibration without true rewards'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyopt import models
-from policyopt.models import Model
+from policyopt.models import Model, hf
 from policyopt.rewards import Calibration, Case
 from policyopt.rewards.scored import TEMPLATE, read_calibration
 from policyopt.types import Array
 
+FOLDER = 'reward_model'  # of a run that trains one
 LEAST = 16  # width of the narrowest bucket
 
 
@@ -33,18 +35,28 @@ class RewardModel(NamedTuple):
 def load(path: str | Path, mesh: Any = None, rules: Any = None) -> RewardModel:
     """A reward model from a folder, onto a mesh by the rules.
 
-    Raises ValueError for a model without a reward head or a tokenizer, and as `models.load` does.
+    Raises ValueError as `check_folder` and `models.load` do.
     """
+    check_folder(path)
     model, params = models.load(path, mesh=mesh, rules=rules)
-    checked(model.config, path)
     if model.tokenizer is None:
         raise ValueError(f'{path} has no tokenizer')
     return RewardModel(model, params, read_calibration(path))
 
 
-def checked(config: models.ModelConfig, path: str | Path) -> None:
-    """Raise ValueError for the config of a model without a reward head."""
-    if not config.reward_head:
+def check_folder(path: str | Path) -> None:
+    """Raise ValueError where a folder has no model with a reward head; no parameter is read."""
+    folder, data = Path(path), {}
+    if (folder / 'config.json').exists():
+        data = json.loads((folder / 'config.json').read_text())
+    if 'model_type' not in data:
+        own = folder / FOLDER
+        hint = f'; the one of this run is {own}' if own.is_dir() else ''
+        raise ValueError(
+            f'{path!s} is no reward model: no config.json of a model is there; legal is a folder '
+            f'that `python -m policyopt.train_reward` wrote, or a Hugging Face one{hint}'
+        )
+    if not hf.read_config(data).reward_head:
         raise ValueError(
             f'{path} has no reward head (a tensor `score.weight`); legal is what `python -m '
             'policyopt.train_reward` writes, or a *ForSequenceClassification of one label'

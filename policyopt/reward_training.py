@@ -19,12 +19,11 @@ from policyopt import data, layout, metrics, models, preferences, reward_model
 from policyopt import optimizer as optimizer_lib
 from policyopt.answers import Answers
 from policyopt.preferences import Agreement, Pair, PreferencesConfig
-from policyopt.reward_model import RewardModel, pad, width_of
+from policyopt.reward_model import FOLDER, RewardModel, pad, width_of
 from policyopt.rewards import Calibration
 from policyopt.rewards.scored import CALIBRATION
 from policyopt.types import Array
 
-FOLDER = 'reward_model'  # of a run that trains one
 SUMMARY = 'preferences.json'
 FIRST = 1e-2  # standard deviation of the fresh head times sqrt(width), by which scores begin
 

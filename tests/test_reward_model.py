@@ -289,7 +289,7 @@ def test_another_tokenizer_gets_the_text(folder, params):
 
 def test_what_can_not_be_is_refused_at_the_start(folder, tmp_path):
     for kw, message in (
-        (dict(path=str(tmp_path)), 'which has no config.json; legal is a folder'),
+        (dict(path=str(tmp_path)), 'is no reward model: .* legal is a folder'),
         (dict(path=folder, scale='truth'), "'truth', but .* a calibration without true rewards"),
         (dict(path=folder, scale='standart'), 'Did you mean `standard`'),
         (dict(path=folder, total='mean'), "no effect with per='answer'"),
