@@ -136,6 +136,8 @@ class ModelJudge:
       mesh, rules: where the models' parameters go.
     """
 
+    together = True
+
     def __init__(
         self,
         inner: Judge,

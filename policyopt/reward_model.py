@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyopt import models
+from policyopt import models, sharding
 from policyopt.models import Model, hf
 from policyopt.rewards import Calibration, Case
 from policyopt.rewards.scored import TEMPLATE, read_calibration
@@ -77,10 +77,11 @@ def make_score(model: Model, every: bool = False) -> Callable[[Any, Any, Any], A
         valid = jnp.arange(tokens.shape[1]) < length[:, None]
         hidden = model.hidden(params, tokens, valid=valid).hidden
         if every:
-            return model.reward(params, hidden.reshape(-1, 1, hidden.shape[-1])).reshape(
-                valid.shape
-            )
-        return model.reward(params, hidden, length)
+            rows = hidden.reshape(-1, 1, hidden.shape[-1])
+            found = model.reward(params, rows).reshape(valid.shape)
+        else:
+            found = model.reward(params, hidden, length)
+        return sharding.constrain(found, (None,) * found.ndim)  # whole on every host
 
     return score
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyopt import answers as answers_lib
-from policyopt import data, layout, metrics, models, preferences, reward_model
+from policyopt import data, hosts, layout, metrics, models, preferences, reward_model
 from policyopt import optimizer as optimizer_lib
 from policyopt.answers import Answers
 from policyopt.preferences import Agreement, Pair, PreferencesConfig
@@ -205,10 +205,15 @@ def calibration_of(compared: Compared, scores: Mapping[tuple[int, int], float]) 
 
 
 def save(trained: Trained, folder: Path) -> None:
-    """Write a reward model as a Hugging Face folder, with its calibration and how it agrees."""
+    """Write a reward model as a Hugging Face folder, with its calibration and how it agrees.
+
+    By the first process, for all.
+    """
     model, params, known = trained.found
     models.save(model, params, folder)
     assert known is not None
+    if not hosts.first():
+        return
     summary = [agreed._asdict() for agreed in trained.epochs]
     for name, content in ((SUMMARY, summary), (CALIBRATION, known._asdict())):
         (folder / name).write_text(json.dumps(content, indent=2) + '\n')
@@ -254,5 +259,7 @@ def stage(setup: Any, params: Any, workdir: Path, records: Path, check: Callable
 
 def give(setup: Any, workdir: Path) -> None:
     """Have the judge of a run use the reward model in its folder, where the run trains one."""
-    if setup.config.preferences is not None:
-        setup.judge.give(reward_model.load(workdir / FOLDER, setup.mesh, dict(setup.model.rules)))
+    if setup.config.preferences is None:
+        return
+    folder = hosts.by_first(lambda: workdir.resolve() / FOLDER)  # others have a folder of their own
+    setup.judge.give(reward_model.load(folder, setup.mesh, dict(setup.model.rules)))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policyopt import models, preferences, recipe, reward_judge, reward_model, rewards
+from policyopt import models, preferences, recipe, reward_judge, reward_model, rewards, sharding
 from policyopt.data.tokenizer import CharTokenizer, arithmetic_tokenizer
 from policyopt.preferences import Pair, bradley_terry
 from policyopt.reward_judge import ModelJudge, Use
@@ -409,3 +409,23 @@ def test_agreement_against_loops():
     np.testing.assert_allclose([got.low, got.high], np.quantile(shares, [0.025, 0.975]), atol=0.02)
     with pytest.raises(ValueError, match='no pair'):
         preferences.agreement([], {})
+
+
+# ============================================================================ on several devices
+
+
+def test_a_model_is_split_over_devices_like_the_others(folder, params):
+    """Rows over two devices, widths over two, vocabulary over two: the same scores, whole."""
+    axes = (('data', 2), ('fsdp', 2), ('tensor', 2))
+    mesh = sharding.make_mesh(axes)
+    spec = rewards.read('reward_model', dict(path=folder), Spec('policyopt.rewards.scorers.exact'))
+    config = JudgeConfig(workers=0, batch=4)
+    judge = reward_judge.make_judge(spec, config, TOKENIZER, mesh, dict(MODEL.rules))
+    with sharding.use(mesh), judge:
+        judging = Round(judge)
+        judging.add(range(4), CASES)
+        found = judging.verdicts(4)
+        split = judge._given[folder].params['dense']['mlp']['gate']
+    assert len(split.sharding.device_set) == 8 and not split.is_fully_replicated
+    wanted = [by_hand(params, [*c.prompt_ids, *c.tokens])[-1] for c in CASES]
+    np.testing.assert_allclose([v.value for v in found], wanted, atol=1e-5)

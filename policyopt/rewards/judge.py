@@ -52,7 +52,14 @@ class JudgeConfig:
 
 
 class Judge(Protocol):
-    """Judges answers beside what its caller does; a context manager that frees what it holds."""
+    """Judges answers beside what its caller does; a context manager that frees what it holds.
+
+    Attributes:
+      together: whether it runs programs over all devices, so that each of several processes has to
+        give it all rows, in the same order.
+    """
+
+    together: bool
 
     def start(self) -> None:
         """Get ready; does not wait."""
@@ -76,6 +83,8 @@ class Local:
 
     A reward that raises or gives nonsense costs its row only; one that hangs hangs its caller.
     """
+
+    together = False
 
     def __init__(self, reward: Reward):
         self._reward = reward
@@ -120,7 +129,8 @@ NOT_SAMPLED = Verdict(math.nan, 'not_sampled')
 class Round:
     """Answers that are judged while others are drawn: `add` them as they end, then `verdicts`.
 
-    Of several processes each judges rows of its own, and all have the verdicts on all rows.
+    Of several processes each judges rows of its own, or all of them by a judge that works with the
+    others' (`Judge.together`); all have the same verdicts on all rows.
 
     Args:
       judge: of the run.
@@ -138,7 +148,7 @@ class Round:
         """Have answers judged, unless their verdicts are known; `rows` are their numbers."""
         new = []
         for i, case in zip(rows, cases, strict=True):
-            if not hosts.own(i):
+            if not (self._judge.together or hosts.own(i)):
                 continue
             known = self._page and self._page.find((self._number, i), case)
             if known:

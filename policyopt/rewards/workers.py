@@ -64,6 +64,8 @@ class Workers:
       memory: GiB of address space a worker may have.
     """
 
+    together = False
+
     def __init__(self, spec: Spec, workers: int = 2, deadline: float = 5.0, memory: float = 4.0):
         self._arguments = (spec, workers, deadline, int(memory * 2**30))
         self._lock = threading.Lock()
