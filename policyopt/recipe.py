@@ -239,12 +239,12 @@ class Setup(NamedTuple):
       params: parameters from a checkpoint; None where they are drawn.
       task, judge: problems, and what judges answers to them, whose processes start when it is used;
         None where they were left out.
-      measure: what judges measurements: the judge, but where its reward reads a reward model.
       algorithm: as named.
       needed: optional fields that it reads; see rollout.required_fields.
       width: tokens of a row, prompt and answer.
       mesh: the devices; None for one, without a mesh. Everything on them runs in
         `sharding.use(mesh)`.
+      truth: what judges measurements, where the judge's reward is that of a model; else None.
     """
 
     config: RunConfig
@@ -253,11 +253,16 @@ class Setup(NamedTuple):
     params: Any
     task: Any  # data.Task
     judge: Any  # rewards.Judge
-    measure: Any
     algorithm: Algorithm
     needed: frozenset[str]
     width: int
     mesh: Any = None
+    truth: Any = None
+
+    @property
+    def measure(self) -> Any:
+        """What judges measurements."""
+        return self.truth or self.judge
 
 
 def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
@@ -299,7 +304,6 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
         params=params,
         task=None,
         judge=None,
-        measure=None,
         algorithm=algorithm,
         needed=needed,
         width=0,
@@ -328,10 +332,10 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
         )
     spec = rewards.read(c.reward, c.reward_kw, task.scorer, 'config.reward')
     judge_lib.check(spec, c.rollout.steps, c.preferences is not None, needed)
-    judge, measure = judge_lib.make_judges(
+    judge, truth = judge_lib.make_judges(
         spec, task.scorer, c.judge, model.tokenizer, mesh, model.rules
     )
-    setup = setup._replace(task=task, judge=judge, measure=measure, width=width)
+    setup = setup._replace(task=task, judge=judge, truth=truth, width=width)
     check_config(model, c.sampling)
     make_learner(setup)  # for its checks: it compiles nothing
     return setup

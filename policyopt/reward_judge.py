@@ -277,15 +277,14 @@ def make_judge(
 
 def make_judges(
     spec: Spec, scorer: Spec, config: JudgeConfig, tokenizer: Any, mesh: Any, rules: Any
-) -> tuple[Judge, Judge]:
-    """The judge of a run, and what judges its measurements.
+) -> tuple[Judge, Judge | None]:
+    """The judge of a run, and what judges its measurements where the reward reads a model.
 
-    That is the same one, but where the reward reads a reward model: what this is to stand for is
-    then measured by the task's own scorer.
+    What the model is to stand for is then measured by the task's own scorer.
     """
     judge = make_judge(spec, config, tokenizer, mesh, rules)
     if not isinstance(judge, ModelJudge):
-        return judge, judge
+        return judge, None
     return judge, rewards.make_judge(truth_of(spec, scorer), config)
 
 

@@ -213,7 +213,7 @@ def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:
     """Warm start, measure, reinforce, measure again, report; the folder is free afterwards."""
     saved = job.checkpoints or contextlib.nullcontext()
     mesh, judges = sharding.use(job.setup.mesh), contextlib.ExitStack()
-    for judge in dict.fromkeys((job.setup.measure, job.setup.judge)):
+    for judge in filter(None, (job.setup.truth, job.setup.judge)):
         judges.callback(judge.close)
     folder = hosts.folder(workdir)
     with workdir_lib.explained(workdir), job.lock, saved, mesh, judges, folder as own:
