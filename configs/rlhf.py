@@ -96,7 +96,9 @@ def get_config(argument=None):
     c.checkpoint = dict(every=50, keep=2)
 
     if tiny:
+        reward = dict(reward=c.reward, reward_kw=c.reward_kw)
         presets.toy(c)
+        c.update(reward)
         c.preferences.update(problems=64, answers=4, batch=16, epochs=1)
         c.judge.batch = 32
     return c

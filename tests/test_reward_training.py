@@ -1,16 +1,26 @@
 """Reward models trained on preferences: alone, by the command, and in runs that go on."""
 
+import importlib.util
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from policyopt import metrics, preferences, reward_model, reward_training, train, train_reward
+from policyopt import (
+    metrics,
+    preferences,
+    recipe,
+    reward_model,
+    reward_training,
+    train,
+    train_reward,
+)
 from policyopt.data import Item
 from policyopt.preferences import PreferencesConfig
 from policyopt.rewards.scored import read_calibration
 from tests.runs import finished_run  # noqa: F401, a fixture
+from tests.test_quickstart import ROOT
 from tests.test_resume import killed_after, same_end
 from tests.test_reward_model import AUDITED, MODEL, PREFERENCES, TOKENIZER, config
 
@@ -144,3 +154,45 @@ def test_a_run_with_four_models_goes_on_with_the_same_bytes(tmp_path, capsys):
     assert job.resumed
     train.run(job, folder)
     same_end(folder, workdir, 3)
+
+
+def rlhf(argument):
+    spec = importlib.util.spec_from_file_location('rlhf', ROOT / 'configs' / 'rlhf.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(argument).to_dict()
+
+
+@pytest.mark.parametrize('algorithm', ['ppo_clip', 'ppo_penalty', 'trpo'])
+def test_the_config_has_four_models(algorithm):
+    setup = recipe.prepare(rlhf(f'algorithm={algorithm},beta=0.3,tiny=true'))
+    assert setup.critic_model is not None and 'logp_ref' in setup.needed and setup.judge.own
+    assert setup.truth is not None and setup.measure is setup.truth
+    natural = setup.algorithm.update.step is not None
+    assert natural == (algorithm == 'trpo') == (setup.config.critic.fits is not None)
+    assert ('beta' in setup.algorithm.controllers) == (algorithm == 'ppo_penalty')
+    with pytest.raises(ValueError, match="algorithm is 'grpo'; legal are ppo_clip"):
+        rlhf('algorithm=grpo')
+
+
+def test_a_critic_is_trained_by_someone():
+    trpo, clip = rlhf('algorithm=trpo,tiny=true'), rlhf('tiny=true')
+    del trpo['critic']['fits']
+    with pytest.raises(ValueError, match='leave the critic alone: nothing would train it'):
+        recipe.prepare(trpo)
+    clip['critic']['fits'] = 3
+    with pytest.raises(ValueError, match='critic.fits has no effect'):
+        recipe.prepare(clip)
+
+
+@pytest.mark.slow
+def test_trpo_learns_from_a_reward_model_with_a_critic_that_is_fitted(tmp_path):
+    c = rlhf('algorithm=trpo,tiny=true')
+    c['critic']['fits'] = 40
+    c['steps'] = 3
+    train.run(train.start(c, tmp_path / 'run'), tmp_path / 'run')
+    steps = [r for r in metrics.read(tmp_path / 'run' / 'metrics.jsonl') if r['stage'] == 'rl']
+    assert all(0 < r['trust_region/kl'] <= 0.0101 for r in steps)
+    assert all(np.isfinite(r['rewards/gap']) and not r['skipped'] for r in steps)
+    # The value loss of the last fit of a step, of squared errors that the first one began with.
+    assert steps[-1]['value/loss'] < steps[0]['value/loss']
