@@ -92,8 +92,10 @@ def compare(
 def first(policy: models.Model, params: Any, key: Array) -> tuple[models.Model, Any]:
     """A reward model on the policy's trunk: float32 copies of its parameters, and a fresh head.
 
-    It has no output matrix, so that its folder is that of a sequence classifier.
+    It has no output matrix, so that its folder is that of a sequence classifier; adapters are
+    merged into their kernels.
     """
+    policy, params = models.merge(policy, params)
     config = dataclasses.replace(
         policy.config, value_head=False, reward_head=True, tied=True, param_dtype='float32'
     )
