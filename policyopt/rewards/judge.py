@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from policyopt import checks, hosts
+from policyopt import checks
 from policyopt.rewards.ledger import Page, digest
 from policyopt.rewards.spec import Spec, build
 from policyopt.rewards.verdict import FAULTS, Case, Reward, Verdict, judged
@@ -146,6 +146,8 @@ class Round:
 
     def add(self, rows: Sequence[int], cases: Sequence[Case]) -> None:
         """Have answers judged, unless their verdicts are known; `rows` are their numbers."""
+        from policyopt import hosts  # loads jax, which workers do without
+
         new = []
         for i, case in zip(rows, cases, strict=True):
             if not (self._judge.together or hosts.own(i)):
@@ -161,6 +163,8 @@ class Round:
 
     def verdicts(self, rows: int) -> list[Verdict]:
         """Verdicts on rows 0 to rows - 1, waited for; a row that was not added has no reward."""
+        from policyopt import hosts
+
         self._judge.flush()
         given = {i: v.result() if isinstance(v, Future) else v for i, v in self._found.items()}
         parts = hosts.exchange((given, self._digests))

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from policyopt import hosts
 from policyopt.rewards.verdict import Case, Verdict, from_json, to_json
 
 FOLDER = 'verdicts'
@@ -51,6 +50,8 @@ class Page:
 
         By the first process, for all.
         """
+        from policyopt import hosts  # loads jax, which workers do without
+
         self._known.update(verdicts)
         if not verdicts or not hosts.first():
             return
@@ -78,6 +79,8 @@ class Ledger:
 
     def prune(self, step: int) -> None:
         """Remove the pages of steps before this one, that of the oldest checkpoint."""
+        from policyopt import hosts
+
         for path in self._folder.glob('*.jsonl') if hosts.first() else ():
             match = _NAME.fullmatch(path.name)
             if match and int(match[1]) < step:
