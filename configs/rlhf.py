@@ -66,33 +66,33 @@ def get_config(argument=None):
     )
 
     c.preferences = dict(
-        problems=768,
+        problems=3000,
         answers=8,
         pairs=4,
         batch=64,
-        epochs=4,
-        optimizer=dict(learning_rate=1e-3, warmup_steps=10),
+        epochs=3,
+        optimizer=dict(learning_rate=1e-3, warmup_steps=20),
     )
     c.reward = 'audited'
-    c.reward_kw = dict(reward=dict(reward='reward_model', scale='truth'), truth='graded')
+    c.reward_kw = dict(reward=dict(reward='reward_model', scale='standard'), truth='graded')
     c.judge = dict(workers=0, batch=64)  # what is left is a comparison of numbers
     c.critic = dict(own=True, optimizer=dict(learning_rate=1e-3))
 
     c.algorithm = f'policyopt.algorithms.{name}'
     c.algorithm_kw = dict(lam=0.95, gamma=1.0, reference_beta=beta)
     c.sampling = dict(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
-    c.rollout = dict(prompts=64, group_size=4)
-    c.steps = 200
+    c.rollout = dict(prompts=64, group_size=2)
+    c.steps = 150
     c.epochs = 2
-    c.minibatches = 4
+    c.minibatches = 2
     c.microbatches = 1
-    c.optimizer = dict(learning_rate=3e-4, warmup_steps=20)
+    c.optimizer = dict(learning_rate=5e-4, warmup_steps=20)
     if name == 'trpo':
         c.algorithm_kw = dict(delta=0.01, advantages=dict(advantages='gae', reference_beta=beta))
         c.epochs = c.minibatches = 1
         c.optimizer = dict()
         c.critic.fits = 8
-    c.evaluation = dict(every=20, batch=256, temperature=0.0, samples=4)
+    c.evaluation = dict(every=50, batch=256, temperature=0.0, samples=4)
     c.checkpoint = dict(every=50, keep=2)
 
     if tiny:

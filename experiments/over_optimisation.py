@@ -27,7 +27,7 @@ from policyopt.rewards.scored import read_calibration
 
 _FOLDER = flags.DEFINE_string('folder', 'runs/over_optimisation', 'Folder for the runs.')
 _OUTPUT = flags.DEFINE_string('output', 'docs/figures', 'Folder for the figure and its numbers.')
-_STEPS = flags.DEFINE_integer('steps', 200, 'RL steps of each run.', lower_bound=2)
+_STEPS = flags.DEFINE_integer('steps', 150, 'RL steps of each run.', lower_bound=2)
 _BETA = flags.DEFINE_float('beta', 0.05, 'KL to the reference, nats to reward.', lower_bound=0)
 
 SHOWN = 20  # steps that the numbers at the start and at the end are means of

@@ -146,7 +146,7 @@ def in_steps(
       ends: of each row, number of each step's last token in the answer.
       verdicts: on each row.
     """
-    width, start = rollout.tokens.shape[1], np.asarray(rollout.prompt_length).tolist()
+    width, start = rollout.tokens.shape[1], hosts.fetch(rollout.prompt_length).tolist()
     values = [
         v.steps or [math.nan] * (len(row) - 1) + [v.value] * bool(row)
         for v, row in zip(verdicts, ends, strict=True)

@@ -165,8 +165,8 @@ def audited(reward: Reward, truth: Reward) -> Reward:
 
     Args:
       reward: what is trained on, such as `reward_model`.
-      truth: what it stands for, such as `graded`; it must be on the reward's scale for the gap to
-        mean something.
+      truth: what it stands for, such as `graded`; where it is on another scale, the growth of the
+        gap tells something, and its value does not.
     """
 
     def judge(text: str, tokens: Sequence[int], example: Mapping[str, Any]) -> Verdict:
