@@ -14,7 +14,7 @@ step: seconds of a GRPO step of 32 x (64 + 64) tokens with a reference KL: answe
 gap: |log-prob of the sampler - of scoring| on those answers.
 
 Without --model it is SmolLM2-135M-Instruct, as `configs/smollm2.py` finds it. Each figure is of one
-run after one that compiles. On 2 idle cores: 6 minutes.
+run after one that compiles. On 2 cores: some minutes.
 """
 
 from __future__ import annotations

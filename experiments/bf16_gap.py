@@ -6,7 +6,7 @@ Each architecture has random parameters (4 layers, width 128, vocabulary 4096, l
 standard deviation of about 3), in float32, and answers random prompts. The log-probs of its answers
 are then computed again by scoring, which reads whole rows where the sampler read one token after
 the other. A flip is a token whose experts at a layer aren't those of the sampler; replayed, there
-are none by construction, and what is left is rounding. On 2 idle cores: 3 minutes.
+are none by construction, and what is left is rounding. On 2 cores: some minutes.
 """
 
 from __future__ import annotations
