@@ -8,7 +8,7 @@ export JAX_PLATFORMS ?= cpu
 .PHONY: help setup test test-slow quickstart smollm2 lint format figures clean
 
 help:  ## Show the targets.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(BIN)/.installed: setup.py
 	$(PYTHON) -m venv $(VENV)
