@@ -10,14 +10,14 @@ Off-mask advantages are 0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from policyopt import checks, masked
+from policyopt import checks, credit, masked
 from policyopt.types import Array, Estimates, TokenBatch, require
 
 Estimator = Callable[[Any], Estimates]
@@ -224,20 +224,13 @@ def generalised_advantages(
     return advantages.T
 
 
-def _last_token(mask: Array) -> Array:
-    """True at the last policy token of each row; [B,T]."""
-    keep = mask != 0
-    after = jnp.cumsum(keep[:, ::-1], axis=-1)[:, ::-1]
-    return keep & (after == 1)
-
-
 def _critic_estimates(
-    rollout: Any, part: str, gamma: float, lam: float | Array, critic_lam: float | Array
+    rollout: Any, part: str, gamma: float, lam: float | Array, critic_lam: float | Array, **weights
 ) -> Estimates:
-    rewards, present = _rewards(rollout, part)
+    _, present = _rewards(rollout, part)
     values = masked.select(rollout.mask, _wide(require(rollout, 'values', part)))
     chex.assert_shape(values, rollout.mask.shape)
-    token_rewards = jnp.where(_last_token(rollout.mask), rewards[:, None].astype(values.dtype), 0)
+    token_rewards = credit.token_rewards(rollout, part, **weights).astype(values.dtype)
     actor = generalised_advantages(token_rewards, values, rollout.mask, gamma, lam)
     critic = generalised_advantages(token_rewards, values, rollout.mask, gamma, critic_lam)
     # A row without a reward teaches nobody: advantage 0, and a target equal to its value.
@@ -247,20 +240,44 @@ def _critic_estimates(
 
 
 @checks.factory('advantages')
-def gae(gamma: float = 1.0, lam: float = 0.95, critic_lam: float | None = None) -> Estimator:
+def gae(
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    critic_lam: float | None = None,
+    outcome_weight: float = 1.0,
+    segment_weight: float = 0.0,
+    reference_beta: float = 0.0,
+) -> Estimator:
     """Generalised advantage estimation; the reward lands on the row's last policy token.
 
     Decoupled GAE (VC-PPO 2503.01491): `critic_lam` differs from `lam`. returns = A(critic_lam) + V.
+    Rewards of steps or turns, and the KL to the reference (RLHF 2203.02155), land on the tokens
+    that earn them: see `credit.token_rewards`.
 
     Args:
       gamma: discount per policy token.
       lam: the actor's lambda.
       critic_lam: the critic's, 1 for Monte-Carlo targets; the same as lam where None.
+      outcome_weight: of the row's reward; 0 where that is the sum of its segments' rewards.
+      segment_weight: of `segment_rewards`, each at its own token; 0 does without.
+      reference_beta: nats to reward; 0 does without a reference policy.
     """
     checks.number('gamma', gamma, 0, 1)
     checks.number('lam', lam, 0, 1)
     critic = lam if critic_lam is None else checks.number('critic_lam', critic_lam, 0, 1)
-    return lambda rollout: _critic_estimates(rollout, 'gae', gamma, lam, critic)
+    given = (outcome_weight, segment_weight, reference_beta)
+    weights = dict(zip(('outcome', 'segments', 'beta'), given, strict=True))
+    check_weights(*given)
+    return lambda rollout: _critic_estimates(rollout, 'gae', gamma, lam, critic, **weights)
+
+
+def check_weights(outcome_weight: float, segment_weight: float, reference_beta: float) -> None:
+    """Raise for weights of `gae` that are out of range, and where none earns anything."""
+    checks.number('outcome_weight', outcome_weight, 0)
+    checks.number('segment_weight', segment_weight, 0)
+    checks.number('reference_beta', reference_beta, 0)
+    if outcome_weight == segment_weight == 0:
+        raise ValueError('outcome_weight and segment_weight are 0; legal is one of them above 0')
 
 
 @checks.factory('advantages')
@@ -288,20 +305,6 @@ def length_adaptive_gae(
     return estimate
 
 
-def _segment_zscores(rollout: Any, part: str, ddof: int) -> tuple[Array, Array]:
-    """Segment rewards z-scored over all of the group's, and where they stand; [B,T]."""
-    rewards = _wide(require(rollout, 'segment_rewards', part))
-    chex.assert_equal_shape([rewards, rollout.mask])
-    ends = (rollout.mask != 0) & jnp.isfinite(rewards)
-    if getattr(rollout, 'rewards', None) is not None:
-        ends &= _rewards(rollout, part)[1][:, None]
-    rewards, group = masked.select(ends, rewards), _group(rollout, part)
-    mean = masked.group_mean(rewards, ends, group)[:, None]
-    std = masked.group_std(rewards, ends, group, ddof)[:, None]
-    scores = jnp.where(std > 0, (rewards - mean) / (std + EPSILON), 0)
-    return masked.select(ends, scores), ends
-
-
 @checks.factory('advantages')
 def process_rewards(mean: bool = False, discount: float = 1.0, ddof: int = 1) -> Estimator:
     """A_t = sum over steps j ending at or after t of discount^(j - step of t) r~_j (2402.03300).
@@ -318,46 +321,73 @@ def process_rewards(mean: bool = False, discount: float = 1.0, ddof: int = 1) ->
     _check_ddof(ddof)
 
     def estimate(rollout: Any) -> Estimates:
-        scores, ends = _segment_zscores(rollout, 'process_rewards', ddof)
-
-        def back(carry: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
-            score, end = token
-            carry = jnp.where(end, score + discount * carry, carry)
-            return carry, carry
-
-        def to_go(x: Array) -> Array:
-            return jax.lax.scan(back, jnp.zeros_like(x[:, 0]), (x.T, ends.T), reverse=True)[1].T
-
-        total = to_go(scores)
+        scores, ends = credit.segment_zscores(rollout, 'process_rewards', ddof)
+        total = credit.to_go(scores, ends, discount)
         if mean:
-            total = masked.safe_divide(total, to_go(jnp.ones_like(scores)))
+            count = credit.to_go(jnp.ones_like(scores), ends, discount)
+            total = masked.safe_divide(total, count)
         return Estimates(masked.select(rollout.mask, total))
 
     return estimate
 
 
 @checks.factory('advantages')
-def turn_rewards(coefficient: float = 1.0, ddof: int = 1) -> Estimator:
+def turn_rewards(
+    coefficient: float = 1.0, ddof: int = 1, discount: float = 0.0, by_turn: bool = False
+) -> Estimator:
     """A = A_outcome + coefficient * A_turn, one value per turn.
 
     A_outcome is the group z-score of `rewards`; A_turn that of the turn's entry in
-    `segment_rewards` among all turn rewards of the group, 0 for a turn without one.
+    `segment_rewards` among all turn rewards of the group, 0 for a turn without one. No paper has
+    just this: weight, discount and what is compared are choices.
 
     Args:
-      coefficient: weight of the turn's own advantage. Unpublished: 1 is a choice.
+      coefficient: weight of the turn's own advantage.
       ddof: as in `group_zscore`.
+      discount: above 0, a turn is credited with the rewards of the turns after it, too, each
+        discounted so often as there are turns in between.
+      by_turn: compare a turn with those of the same number in the group's other rows alone. First
+        turns of an episode may earn less than last ones, whatever they do.
     """
     checks.number('coefficient', coefficient, 0)
+    checks.number('discount', discount, 0, 1)
+    _check_ddof(ddof)
     outcome = group_zscore(ddof)
 
     def estimate(rollout: Any) -> Estimates:
-        scores, ends = _segment_zscores(rollout, 'turn_rewards', ddof)
+        scores, ends = credit.segment_zscores(rollout, 'turn_rewards', ddof, discount, by_turn)
         segment = jnp.asarray(require(rollout, 'segment', 'turn_rewards'))
         turn = masked.segment_sum(scores, ends, segment)
         total = outcome(rollout).advantages + coefficient * turn
         return Estimates(masked.select(rollout.mask, total))
 
     return estimate
+
+
+def read(value: Any, where: str) -> Any:
+    """The estimator that a config asks for: a name of this module, or a section.
+
+    Args:
+      value: 'turn_rewards', or {'advantages': 'turn_rewards', ARGUMENTS}; an estimator passes.
+      where: name of the argument, for errors.
+
+    Raises ValueError or TypeError, with the nearest spelling.
+    """
+    if callable(value):
+        return value
+    section = {'advantages': value} if isinstance(value, str) else value
+    known = [name for name, v in globals().items() if getattr(v, 'slot', '') == 'advantages']
+    if not isinstance(section, Mapping) or not isinstance(section.get('advantages'), str):
+        raise ValueError(
+            f"{where} is {value!r}; legal is a name, or {{'advantages': NAME, ARGUMENTS}}."
+            f'{checks.nearest("", known)}'
+        )
+    name = section['advantages']
+    if name not in known:
+        raise ValueError(
+            f'{where} is {name!r}, which is no estimator.{checks.nearest(name, known)}'
+        )
+    return globals()[name](**{k: v for k, v in section.items() if k != 'advantages'})
 
 
 def __getattr__(name: str) -> Any:

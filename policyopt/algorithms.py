@@ -28,6 +28,9 @@ from policyopt.advantages import (
     turn_rewards,
 )
 from policyopt.advantages import (
+    read as read_advantages,
+)
+from policyopt.advantages import (
     rloo as leave_one_out,
 )
 from policyopt.losses.aggregates import constant_length, sequence_mean, sequence_sum, token_mean
@@ -122,15 +125,26 @@ def ppo_clip(
     gamma: float = 1.0,
     value_coefficient: float = 1.0,
     value_clip: float | None = None,
+    outcome_weight: float = 1.0,
+    segment_weight: float = 0.0,
+    reference_beta: float = 0.0,
     entropy_coefficient: float = 0.0,
     gates: Gates = (),
 ) -> Algorithm:
     """J = E_t clip(w, A) - c1 1/2 (V - R)^2 + c2 S, A by GAE (1707.06347).
 
     eps and lambda as published; gamma 1 and the coefficients are choices for language models.
+    outcome_weight, segment_weight, reference_beta: see `advantages.gae`; RLHF (2203.02155) has a
+    reference_beta of .02.
     """
     return Algorithm(
-        advantages=gae(gamma, lam),
+        advantages=gae(
+            gamma,
+            lam,
+            outcome_weight=outcome_weight,
+            segment_weight=segment_weight,
+            reference_beta=reference_beta,
+        ),
         loss=add(
             policy_loss(
                 ratio=token_ratio(),
@@ -152,15 +166,25 @@ def ppo_penalty(
     gamma: float = 1.0,
     value_coefficient: float = 1.0,
     value_clip: float | None = None,
+    outcome_weight: float = 1.0,
+    segment_weight: float = 0.0,
+    reference_beta: float = 0.0,
     gates: Gates = (),
 ) -> Algorithm:
     """J = E_t w A - beta (w - 1 - l); beta halves below target/1.5, doubles above 1.5 target.
 
     PPO's penalty form (1707.06347), KL(old || new) by the sample estimate. beta's start, target
     and gamma are choices.
+    outcome_weight, segment_weight, reference_beta: see `advantages.gae`.
     """
     return Algorithm(
-        advantages=gae(gamma, lam),
+        advantages=gae(
+            gamma,
+            lam,
+            outcome_weight=outcome_weight,
+            segment_weight=segment_weight,
+            reference_beta=reference_beta,
+        ),
         controllers={'beta': doubling_kl(beta, target)},
         loss=add(
             policy_loss(
@@ -497,7 +521,8 @@ def resolve(path: str, **kwargs: Any) -> Algorithm:
 
     Args:
       path: `policyopt.algorithms.gspo`, its last part alone, or any importable factory.
-      **kwargs: the factory's arguments.
+      **kwargs: the factory's arguments; `advantages` may be a name or a section, as in
+        `advantages.read`.
 
     Raises:
       ValueError: no such module or name, with the nearest spelling.
@@ -518,6 +543,8 @@ def resolve(path: str, **kwargs: Any) -> Algorithm:
         found = 'not there' if make is None else f'{type(make).__name__}, not a factory'
         raise ValueError(f'algorithm {path!r}: {found}.{checks.nearest(name, known)}')
     checks.check_arguments(make, (), kwargs)
+    if kwargs.get('advantages') is not None:
+        kwargs['advantages'] = read_advantages(kwargs['advantages'], 'advantages')
     algorithm = make(**kwargs)
     if not isinstance(algorithm, Algorithm):
         raise ValueError(f'{path} made a {type(algorithm).__name__}, not an Algorithm')

@@ -17,7 +17,8 @@ import numpy as np
 
 from policyopt import hosts, metrics
 from policyopt.data import Item
-from policyopt.rewards import Case, Judge, Page, Round
+from policyopt.rewards import Judge, Page, Round, StepsConfig
+from policyopt.rewards.steps import make_case
 from policyopt.sampling import (
     Engine,
     EngineConfig,
@@ -35,15 +36,19 @@ class Answers(NamedTuple):
 
     Attributes:
       texts: P lists of n texts.
+      ids: P lists of n lists of ids, end of sequence included.
       tokens: [P,n] int, tokens of each answer, its end of sequence included.
       finish: [P,n] int, `sampling.Finish`: why it ended.
+      rewards: [P,n] float32, NaN where the judge failed.
       marks: [P,n] float32, 1 right, 0 wrong, NaN where the judge failed.
       seconds: that drawing took, compilation included.
     """
 
     texts: list[list[str]]
+    ids: list[list[list[int]]]
     tokens: np.ndarray
     finish: np.ndarray
+    rewards: np.ndarray
     marks: np.ndarray
     seconds: float
 
@@ -85,6 +90,7 @@ def draw(
     title: str = '',
     on_error: OnError = 'raise',
     page: Page | None = None,
+    steps: StepsConfig | None = None,
 ) -> Answers:
     """Answer every item `samples` times and judge the answers.
 
@@ -106,6 +112,7 @@ def draw(
       on_error: 'raise' RowErrors for logits that are not finite, or 'record' such answers as
         finished by ERROR, without marks. A prompt that can't be used raises either way.
       page: where verdicts are written down, and found again; None for nowhere.
+      steps: what divides answers for rewards of steps; None for none.
     """
     if (batch is None) == (engine is None):
         raise ValueError('give one of batch and engine')
@@ -125,14 +132,18 @@ def draw(
     finish = np.array([row.finish for row in rows], np.int32)
     judging = Round(judge, page)
     drawn = [i for i in range(len(rows)) if finish[i] != Finish.ERROR]
-    judging.add(drawn, [Case(texts[i], rows[i].ids, items[i // samples].entry) for i in drawn])
+    make = make_case(steps, model.tokenizer.decode)
+    judging.add(drawn, [make(items[i // samples], rows[i].ids) for i in drawn])
     verdicts = judging.verdicts(len(rows))
     marks = [math.nan if math.isnan(v.value) else float(v.positive) for v in verdicts]
     shape = (len(items), samples)
+    each = [slice(i * samples, (i + 1) * samples) for i in range(len(items))]
     return Answers(
-        texts=[texts[i * samples : (i + 1) * samples] for i in range(len(items))],
+        texts=[texts[part] for part in each],
+        ids=[[row.ids for row in rows[part]] for part in each],
         tokens=np.array([len(row.ids) for row in rows], np.int32).reshape(shape),
         finish=finish.reshape(shape),
+        rewards=np.array([v.value for v in verdicts], np.float32).reshape(shape),
         marks=np.array(marks, np.float32).reshape(shape),
         seconds=seconds,
     )

@@ -180,3 +180,9 @@ def monte_carlo(batch: TokenBatch) -> TokenBatch:
     mask = masked.select(present[:, None], jnp.asarray(batch.mask))
     returns = masked.select(mask, jnp.broadcast_to(rewards[:, None], mask.shape))
     return dataclasses.replace(batch, mask=mask, returns=returns.astype(jnp.float32))
+
+
+def estimated(batch: TokenBatch) -> TokenBatch:
+    """The batch with the returns that its estimator gave; MissingInput where it gave none."""
+    require(batch, 'returns', 'the critic of a natural-gradient algorithm')
+    return batch

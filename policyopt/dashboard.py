@@ -156,6 +156,15 @@ PANELS = (
     Panel('Reward of sampled answers', 'reward', _reward),
     Panel('Sampled accuracy', 'share right', _sampled, zero=True),
     Panel('Held-out accuracy', 'share right', _held_out, zero=True, points=True),
+    Panel(
+        'Reward model and truth',
+        'reward',
+        _of(
+            ('rewards/proxy', 'reward model'),
+            ('rewards/truth', 'truth'),
+            ('rewards/gap', 'gap'),
+        ),
+    ),
     Panel('Length of answers', 'tokens', _of(('length', 'tokens')), zero=True),
     Panel('KL to the sampler', 'nats / token', _of(('kl_behavior/k3', 'to the sampler'))),
     Panel('KL to the reference', 'nats / token', _of(('kl_reference/k3', 'to the reference'))),

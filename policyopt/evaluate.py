@@ -27,7 +27,7 @@ from policyopt.data import Item, benchmark
 from policyopt.disk import whole
 from policyopt.evaluate_plan import Plan, parser, plan
 from policyopt.recipe import Setup
-from policyopt.rewards import Judge, JudgeError, Page
+from policyopt.rewards import Judge, JudgeError, Page, StepsConfig
 from policyopt.sampling import Finish, RowErrors, SamplingConfig
 from policyopt.sampling.config import check_config
 
@@ -75,6 +75,7 @@ def accuracy(
     prompt_width: int,
     batch: int,
     page: Page | None = None,
+    steps: StepsConfig | None = None,
 ) -> Accuracy:
     """Answer every item once and judge the answers; arguments as of `answers.draw`.
 
@@ -91,6 +92,7 @@ def accuracy(
         batch=batch,
         on_error='record',
         page=page,
+        steps=steps,
     )
     right = found.correct[:, 0]
     texts = tuple(text for (text,) in found.texts)
@@ -104,12 +106,13 @@ def held_out(setup: Setup, params: Any, page: Page | None = None) -> Accuracy:
         setup.model,
         params,
         setup.task.held_out,
-        setup.judge,
+        setup.measure,
         jax.random.key(c.seed),
         c.sampling.at_temperature(c.evaluation.temperature),
         prompt_width=setup.task.prompt_width,
         batch=c.evaluation.batch,
         page=page,
+        steps=c.rollout.steps,
     )
 
 
@@ -142,28 +145,49 @@ class Evaluated(NamedTuple):
     found: dict[str, dict[str, at_k.Figure]]
 
 
+class Problems(NamedTuple):
+    """Problems, and what judges answers to them.
+
+    Attributes:
+      items: the problems.
+      judge: says which answers are right; to be closed.
+      steps: what divides answers, for rewards of steps.
+    """
+
+    items: list[Item]
+    judge: Judge
+    steps: StepsConfig | None = None
+
+
+def problems_of(job: Plan, which: policy.Policy) -> Problems:
+    """The problems of a plan: a run's own, or those that were read; ValueError without any."""
+    if job.problems is None or job.judge is None:
+        assert which.setup is not None
+        task = which.setup.task
+        sides = {'held_out': [task.held_out], 'train': [task.train]}
+        items = [i for side in sides.get(job.split, [task.held_out, task.train]) for i in side]
+        found = Problems(items, which.setup.measure, which.setup.config.rollout.steps)
+    else:
+        room = which.model.config.max_length - job.sampling.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f'max_new_tokens is {job.sampling.max_new_tokens}; the model has room for '
+                f'{which.model.config.max_length} tokens, prompt and answer'
+            )
+        items = benchmark.items(job.problems, which.model.tokenizer, room, job.on_bad_row)
+        found = Problems(list(items), job.judge)
+    if not found.items:
+        raise ValueError(f'there is no problem in split {job.split!r}')
+    return found
+
+
 def run(job: Plan) -> Evaluated:
     """Load, answer, judge, sum up."""
     which = policy.load(job.source, job.step, job.which, problems=job.problems is None)
     model = which.model
     check_config(model, job.sampling)
-    if job.problems is None or job.judge is None:
-        assert which.setup is not None
-        task, judge = which.setup.task, which.setup.judge
-        sides = {'held_out': [task.held_out], 'train': [task.train]}
-        items = [i for side in sides.get(job.split, [task.held_out, task.train]) for i in side]
-    else:
-        room = model.config.max_length - job.sampling.max_new_tokens
-        if room < 1:
-            raise ValueError(
-                f'max_new_tokens is {job.sampling.max_new_tokens}; the model has room for '
-                f'{model.config.max_length} tokens, prompt and answer'
-            )
-        judge = job.judge
-        items = benchmark.items(job.problems, model.tokenizer, room, job.on_bad_row)
+    items, judge, steps = problems_of(job, which)
     items = _limited(items, job.limit)
-    if not items:
-        raise ValueError(f'there is no problem in split {job.split!r}')
     print(f'{which}: {len(items)} problems, {job.samples} answers to each', flush=True)
     try:
         answers = answers_lib.draw(
@@ -178,6 +202,7 @@ def run(job: Plan) -> Evaluated:
             engine=job.engine,
             title='answers',
             on_error='record',
+            steps=steps,
         )
         votes = answers_lib.vote_classes(items, answers, judge)
     finally:

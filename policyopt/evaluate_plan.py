@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from policyopt import checks, policy, recipe, rewards, settings
+from policyopt import checks, policy, recipe, reward_judge, rewards, settings
 from policyopt.data import benchmark
 from policyopt.sampling import EngineConfig, SamplingConfig
 
@@ -143,7 +143,8 @@ def _sampling(
     sampling = dataclasses.replace(base.at_temperature(temperature), **changes)
     slots = options.slots
     if engine is None:
-        engine = EngineConfig(refill=max(1, slots // 8), prefill_rows=min(8, slots), steps=32)
+        sizes = dict(refill=max(1, slots // 8), prefill_rows=min(8, slots), steps=32)
+        engine = EngineConfig(slots=slots, **sizes)
     shrunk = {n: min(getattr(engine, n) or slots, slots) for n in ('refill', 'prefill_rows')}
     return sampling, dataclasses.replace(engine, slots=slots, min_slots=None, size=None, **shrunk)
 
@@ -169,6 +170,13 @@ def _judge(
     if options.reward_kw is not None:
         kw = _json('reward_kw', options.reward_kw)
     spec = rewards.read(name, kw, scorer, 'reward')
+    if reward_judge.uses(spec) and options.reward is not None:
+        raise ValueError(
+            f'--reward {name} reads a reward model, which says what an answer scores and not whether '
+            'it is right; legal is a reward without one'
+        )
+    if reward_judge.uses(spec):
+        spec = reward_judge.truth_of(spec, scorer)
     given = settings.read(rewards.JudgeConfig, config.get('judge', {}), 'config.judge')
     limits = given if given.workers else rewards.JudgeConfig()
     if options.deadline is not None:
@@ -196,18 +204,30 @@ def parser() -> argparse.ArgumentParser:
         description='avg@n, pass@k and majority votes of a policy, with 95 %% intervals.',
         allow_abbrev=False,
     )
+    add_policy(p)
+    p.add_argument('--k', help='numbers with commas (default: powers of two up to --samples)')
+    p.add_argument('--samples', type=int, help='answers to a problem (default: the largest k)')
+    p.add_argument('--seed', type=int, default=0, help='of answers and intervals (default: 0)')
+    p.add_argument('--limit', type=int, help='of problems, the first of each task')
+    p.add_argument('--out', help='new folder for summary, samples and figure')
+    add_draws(p)
+    add_data(p, 'held out')
+    return p
+
+
+def add_policy(p: argparse.ArgumentParser) -> None:
+    """Flags that say which policy."""
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument(
         'what', nargs='?', help='a run (its --workdir), a Hugging Face folder, a GGUF'
     )
     what.add_argument('--workdir', help='the same, as policyopt.train calls it')
     policy.add_flags(p)
-    p.add_argument('--k', help='numbers with commas (default: powers of two up to --samples)')
-    p.add_argument('--samples', type=int, help='answers to a problem (default: the largest k)')
-    p.add_argument('--seed', type=int, default=0, help='of answers and intervals (default: 0)')
-    p.add_argument('--limit', type=int, help='of problems, the first of each task')
+
+
+def add_draws(p: argparse.ArgumentParser) -> None:
+    """Flags that say how answers are drawn."""
     p.add_argument('--slots', type=int, default=64, help='answers drawn at once (default: 64)')
-    p.add_argument('--out', help='new folder for summary, samples and figure')
     draws = p.add_argument_group('how answers are drawn (default: as the run draws them)')
     draws.add_argument(
         '--temperature',
@@ -219,7 +239,11 @@ def parser() -> argparse.ArgumentParser:
     draws.add_argument('--top_k', type=int, help='so many most probable tokens')
     draws.add_argument('--min_p', type=float, help='share of the largest probability')
     draws.add_argument('--max_new_tokens', type=int, help=f'without a run: {MAX_NEW_TOKENS}')
-    data = p.add_argument_group("problems (default: the run's own, held out)")
+
+
+def add_data(p: argparse.ArgumentParser, own: str) -> None:
+    """Flags that say which problems; `own` is the split of a run that is the default."""
+    data = p.add_argument_group(f"problems (default: the run's own, {own})")
     data.add_argument(
         '--data',
         help='a JSONL file, a folder that a tfds builder prepared, a reasoning-gym dataset',
@@ -239,4 +263,3 @@ def parser() -> argparse.ArgumentParser:
     )
     data.add_argument('--reward_kw', help='its arguments, JSON')
     data.add_argument('--deadline', type=float, help="seconds to judge an answer (the run's; 5)")
-    return p

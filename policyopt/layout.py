@@ -154,9 +154,9 @@ def _names(part: Any) -> tuple[str, ...]:
 
 def init(model: Any, key: jax.Array) -> Any:
     """Fresh parameters of a model, laid out on the ambient mesh by its rules."""
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
+    if jax.sharding.get_abstract_mesh().empty:  # which may be asked while tracing, too
         return jax.jit(model.init)(key)
+    mesh = jax.sharding.get_mesh()
     placed = sharding.param_shardings(model.axes(), model.shapes(), mesh, model.rules)
     return jax.jit(model.init, out_shardings=placed)(key)
 

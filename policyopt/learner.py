@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from policyopt import checks, scoring, sharding, updates
+from policyopt import critic as critic_lib
 from policyopt import microbatches as microbatches_lib
 from policyopt import optimizer as optimizer_lib
 from policyopt import state as state_lib
@@ -61,6 +62,8 @@ class Learner(NamedTuple):
       value_update: (TrainState, TokenBatch) -> (TrainState, Metrics): the critic's parameters
         alone (a shared trunk's value head) follow 1/2 (V - R)^2 to Monte-Carlo returns, from
         `rewards`; the state is donated. None without a Critic.
+      value_fit: the same to the batch's own `returns`, for natural-gradient algorithms, whose
+        `update` leaves the critic alone. None for others, and without a Critic.
     """
 
     init: Callable[..., TrainState]
@@ -69,6 +72,7 @@ class Learner(NamedTuple):
     recompute: Callable[[Any, TokenBatch], TokenBatch]
     values: Callable[[TrainState, Any], Array] | None = None
     value_update: Callable[[TrainState, TokenBatch], tuple[TrainState, Metrics]] | None = None
+    value_fit: Callable[[TrainState, TokenBatch], tuple[TrainState, Metrics]] | None = None
 
 
 def make_learner(
@@ -128,6 +132,9 @@ def make_learner(
         recompute=make_recompute(bound, look),
         values=make_values(bound, look),
         value_update=make_value_update(bound, run),
+        value_fit=None
+        if algorithm.update.step is None
+        else make_value_update(bound, run, critic_lib.estimated),
     )
 
 
@@ -235,9 +242,13 @@ def make_values(bound: Binding, look: Callable[..., Any]) -> Callable[..., Array
     return lambda state, batch: run(both_of(state), batch)
 
 
-def make_value_update(bound: Binding, run: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Build `Learner.value_update`."""
+def make_value_update(
+    bound: Binding,
+    run: Callable[..., Any],
+    targets: Callable[[TokenBatch], TokenBatch] = critic_lib.monte_carlo,
+) -> Callable[..., Any] | None:
+    """Build `Learner.value_update`, and `Learner.value_fit` with other targets."""
     if bound.critic is None:
         return None
-    update = run(updates.value_job(bound))
+    update = run(updates.value_job(bound, targets))
     return lambda state, batch: update(state, batch)[:2]

@@ -81,8 +81,8 @@ def _rows(x: Array) -> Array:
     return x.reshape(x.shape[0], -1)
 
 
-def _group_index(group: Array) -> Array:
-    """Group ids of any value and order as 0..n-1: [B] -> [B]."""
+def group_index(group: Array) -> Array:
+    """Group ids of any value and order as 0..n-1: [B] -> [B] int32."""
     chex.assert_rank(group, 1)
     if isinstance(group, np.ndarray):  # 64-bit ids are told apart here, where jax would wrap them
         return jnp.asarray(np.unique(group, return_inverse=True)[1], jnp.int32)
@@ -92,7 +92,7 @@ def _group_index(group: Array) -> Array:
 def group_sum(x: Array, keep: Array, group: Array) -> Array:
     """Sum of the kept entries of each row's group: x, keep [B] or [B,T], group [B] -> [B]."""
     chex.assert_equal_shape([x, keep])
-    index = _group_index(group)
+    index = group_index(group)
     rows = jnp.sum(_rows(select(keep, x)), axis=-1)
     return jax.ops.segment_sum(rows, index, num_segments=group.size)[index]
 
@@ -118,7 +118,7 @@ def group_std(x: Array, keep: Array, group: Array, ddof: int = 1) -> Array:
 def group_all_equal(x: Array, keep: Array, group: Array) -> Array:
     """Whether the kept entries of each row's group are one and the same number; -> [B] bool."""
     chex.assert_equal_shape([x, keep])
-    index = _group_index(group)
+    index = group_index(group)
     high = jnp.max(_rows(jnp.where(keep != 0, x, -jnp.inf)), axis=-1)
     low = jnp.min(_rows(jnp.where(keep != 0, x, jnp.inf)), axis=-1)
     high = jax.ops.segment_max(high, index, num_segments=group.size)

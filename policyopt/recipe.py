@@ -12,105 +12,16 @@ import jax.numpy as jnp
 from policyopt import algorithms, base, checks, data, layout, models, rewards, settings, shaping
 from policyopt import critic as critic_lib
 from policyopt import learner as learner_lib
+from policyopt import reward_judge as judge_lib
 from policyopt import rollout as rollout_lib
 from policyopt.checkpoint import CheckpointConfig
+from policyopt.preferences import PreferencesConfig
 from policyopt.sampling import SamplingConfig, allowed_mask
 from policyopt.sampling.config import check_config
+from policyopt.sections import CriticConfig, Evaluation, Replay, WarmStart
 from policyopt.types import Algorithm, keep_all
 
 COUNTS = ('steps', 'epochs', 'minibatches', 'microbatches', 'max_skipped')  # 1 or more
-
-
-@dataclasses.dataclass(frozen=True)
-class WarmStart:
-    """Supervised learning on right answers, until the policy is worth improving.
-
-    Attributes:
-      optimizer: of this stage.
-      batch: rows of a step.
-      max_steps: the run fails where the accuracy is not reached by then.
-      every: steps between looks at the held-out accuracy; the last step is looked at, too.
-      accuracy: (low, high) held-out accuracy; the first look at or above `low` ends the warm start,
-        and one above `high` is remarked on.
-    """
-
-    optimizer: learner_lib.OptimizerConfig
-    batch: int = 128
-    max_steps: int = 1000
-    every: int = 10
-    accuracy: tuple[float, float] = (0.25, 0.5)
-
-    def __post_init__(self):
-        for name in ('batch', 'max_steps', 'every'):
-            checks.number(f'warm_start.{name}', getattr(self, name), 1)
-        low, high = self.accuracy
-        if not 0 < low < high <= 1:
-            raise ValueError(
-                f'warm_start.accuracy is {(low, high)}; legal is 0 < low < high <= 1, or '
-                'warm_start=None for a policy that needs none'
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """How held-out accuracy is measured.
-
-    Attributes:
-      every: RL steps between measurements; the first and the last are always made.
-      batch: rows sampled at once.
-      temperature: 0 takes the most probable token.
-      samples: answers printed at the end.
-    """
-
-    every: int = 25
-    batch: int = 512
-    temperature: float = 0.0
-    samples: int = 8
-
-    def __post_init__(self):
-        for name, low in (('every', 1), ('batch', 1), ('temperature', 0), ('samples', 0)):
-            checks.number(f'evaluation.{name}', getattr(self, name), low)
-
-
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """What scoring takes from the sampler's record, so that the first ratio is 1.
-
-    Attributes:
-      support: the kept token ids of truncated sampling. False scores under the full distribution:
-        the first ratio is then the kept mass, below 1.
-      routing: experts of a mixture: 'rollout' replays the sampler's (R3, arXiv:2510.11370),
-        'recompute' those of the proximal policy's own forward pass (R2, arXiv:2512.01374), None
-        routes live each time.
-    """
-
-    support: bool = True
-    routing: Literal['rollout', 'recompute'] | None = 'rollout'
-
-
-@dataclasses.dataclass(frozen=True)
-class CriticConfig:
-    """A critic with its own optimizer, for algorithms that estimate values.
-
-    Attributes:
-      optimizer: of the critic's trunk; on a shared trunk, of value pretraining alone.
-      own: its own trunk, of the policy's shape and starting from its parameters (after the warm
-        start); False shares the policy's.
-      pretrain: steps that fit the critic to Monte-Carlo returns of the frozen policy before RL, and
-        when they stop; None for none.
-    """
-
-    optimizer: learner_lib.OptimizerConfig
-    own: bool = False
-    pretrain: critic_lib.ValueStop | None = None
-
-    def __post_init__(self):
-        if not self.own and self.pretrain is None:
-            raise ValueError(
-                'critic has no effect without its own trunk and without pretraining; legal is '
-                'own=True, a `pretrain` section, or critic=None, which trains a value head on the '
-                "policy's trunk with the policy's optimizer"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +40,7 @@ class RunConfig:
       reward: name of a reward in policyopt.rewards, or import path of a factory of one, with its
         arguments in `reward_kw`; the default takes the task's own scorer. See docs/rewards.md.
       judge: where rewards are computed, and how long they may take.
+      preferences: how the run trains a reward model before RL; None for none.
       rollout, sampling, optimizer, evaluation, checkpoint: see their classes.
       warm_start: the supervised stage; None for none.
       steps: RL steps, each of which draws new answers.
@@ -170,6 +82,7 @@ class RunConfig:
     reward: str = 'graded'
     reward_kw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     judge: rewards.JudgeConfig = rewards.JudgeConfig()
+    preferences: PreferencesConfig | None = None
     dynamic_sampling: bool = False
     steps: int = 100
     epochs: int = 1
@@ -240,6 +153,7 @@ class Setup(NamedTuple):
       width: tokens of a row, prompt and answer.
       mesh: the devices; None for one, without a mesh. Everything on them runs in
         `sharding.use(mesh)`.
+      truth: what judges measurements, where the judge's reward is that of a model; else None.
     """
 
     config: RunConfig
@@ -252,6 +166,12 @@ class Setup(NamedTuple):
     needed: frozenset[str]
     width: int
     mesh: Any = None
+    truth: Any = None
+
+    @property
+    def measure(self) -> Any:
+        """What judges measurements."""
+        return self.truth or self.judge
 
 
 def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
@@ -277,6 +197,7 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     critic = bool(needed & {'values', 'values_old', 'returns'})
     if c.critic is not None and not critic:
         raise ValueError(f'config.critic has no effect: {c.algorithm} estimates no values')
+    _check_fits(c, algorithm, critic)
     if c.reference_every is not None and 'logp_ref' not in needed:
         raise ValueError(
             f'config.reference_every has no effect: no term of {c.algorithm} reads a reference '
@@ -321,10 +242,30 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
             f'with its end of sequence has {task.longest_answer} tokens'
         )
     spec = rewards.read(c.reward, c.reward_kw, task.scorer, 'config.reward')
-    setup = setup._replace(task=task, judge=rewards.make_judge(spec, c.judge), width=width)
+    judge_lib.check(spec, c.rollout.steps, c.preferences is not None, needed)
+    judge, truth = judge_lib.make_judges(
+        spec, task.scorer, c.judge, model.tokenizer, mesh, model.rules
+    )
+    setup = setup._replace(task=task, judge=judge, truth=truth, width=width)
     check_config(model, c.sampling)
     make_learner(setup)  # for its checks: it compiles nothing
     return setup
+
+
+def _check_fits(c: RunConfig, algorithm: Algorithm, critic: bool) -> None:
+    """Raise ValueError where a critic would never be trained, or `critic.fits` has no effect."""
+    fits = None if c.critic is None else c.critic.fits
+    natural = algorithm.update.step is not None
+    if natural and critic and fits is None:
+        raise ValueError(
+            f'config.critic has no `fits`, but the natural-gradient steps of {c.algorithm} leave '
+            'the critic alone: nothing would train it; legal is 1 or more'
+        )
+    if not natural and fits is not None:
+        raise ValueError(
+            f'config.critic.fits has no effect: the loss of {c.algorithm} trains its critic; legal '
+            'is None'
+        )
 
 
 def _check_sizes(c: RunConfig, task: data.Task) -> None:

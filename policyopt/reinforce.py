@@ -134,6 +134,7 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
                 fingerprint(adapters.trained(state.params)) if step in loop.save_batches else None
             )
             state, values, logp = loop.learner.update(state, part)
+            state, values = fit_critic(setup, loop, state, part, values)
             found.append(values)
             logp_new.append(logp)
             if seen is not None:
@@ -154,6 +155,21 @@ def minibatches(setup: Setup, batch: TokenBatch) -> list[TokenBatch]:
     if setup.config.length_buckets is not None:
         return parts
     return [sharding.feed(part, setup.model.rules) for part in parts]
+
+
+def fit_critic(
+    setup: Setup, loop: Loop, state: TrainState, part: TokenBatch, values: dict[str, Any]
+) -> tuple[TrainState, dict[str, Any]]:
+    """Fit the critic of a natural-gradient algorithm after a step of it; the metrics of both.
+
+    Explained variance is that from before.
+    """
+    if loop.learner.value_fit is None:
+        return state, values
+    found: dict[str, Any] = {}
+    for _ in range(setup.config.critic.fits or 0):  # type: ignore[union-attr]
+        state, found = loop.learner.value_fit(state, part)
+    return state, {**found, **values}
 
 
 def seconds_of(

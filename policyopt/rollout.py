@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyopt import filling, hosts, scoring
+from policyopt import credit, filling, hosts, scoring
 from policyopt import metrics as metrics_lib
 from policyopt.data import Item
 from policyopt.drawing import make_draw
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
-from policyopt.rewards import Judge, Page, Remarks, Round, Verdict
+from policyopt.rewards import Judge, Page, Remarks, Round, StepsConfig, Verdict
 from policyopt.rewards import describe as describe_verdicts
 from policyopt.sampling import EngineConfig, Finish, SamplingConfig, allowed_mask
 from policyopt.types import Algorithm, MissingInput, Rollout, TokenBatch
@@ -37,6 +37,8 @@ class RolloutConfig:
         those before are judged. They change no token.
       engine: draw with the slot engine (continuous batching), which spends no step on ended rows,
         and has each judged as it ends; None draws in lock-step.
+      steps: what divides answers into steps, for rewards and ratios of these; None leaves them
+        whole.
     """
 
     prompts: int = 64
@@ -45,6 +47,7 @@ class RolloutConfig:
     shortage: Literal['smaller', 'error'] = 'smaller'
     chunks: int = 1
     engine: EngineConfig | None = None
+    steps: StepsConfig | None = None
 
     def __post_init__(self):
         for name in ('prompts', 'group_size', 'max_rounds', 'chunks'):
@@ -182,8 +185,9 @@ def make_collector(
     that stay. Verdicts are written down on `page`, if there is one, and those that it has from
     before are used again.
 
-    The reference policy is scored only where the algorithm reads it, the critic likewise. The
-    answer is one segment, and `segment_rewards` holds its reward at its last token.
+    The reference policy is scored only where the algorithm reads it, the critic likewise. An
+    answer that was not divided into steps or turns is one segment, and `segment_rewards` holds its
+    reward at its last token.
 
     Args:
       model, algorithm, judge, config, sampling: as named.
@@ -232,9 +236,10 @@ def make_collector(
         if needed & {'values', 'values_old', 'returns'}:
             assert values is not None
             changes['values'] = values(state, rollout)
-        if needed & {'segment', 'segment_rewards'}:
+        if 'segment' in needed and rollout.segment is None:
             changes['segment'] = jnp.zeros(rollout.tokens.shape, jnp.int32)
-            last = jnp.arange(rollout.tokens.shape[1]) == rollout.length[:, None] - 1
+        if 'segment_rewards' in needed and rollout.segment_rewards is None:
+            last = credit.last_token(jnp.asarray(rollout.mask))
             changes['segment_rewards'] = jnp.where(last, rollout.rewards[:, None], jnp.nan)
         return dataclasses.replace(rollout, **changes)
 

@@ -36,6 +36,7 @@ from policyopt import (
     recipe,
     reinforce,
     report,
+    reward_training,
     sharding,
     stopping,
     warm_start,
@@ -211,9 +212,11 @@ def saved_steps(workdir: Path) -> list[int]:
 def run(job: Job, workdir: Path, stop: stopping.Stop | None = None) -> Result:
     """Warm start, measure, reinforce, measure again, report; the folder is free afterwards."""
     saved = job.checkpoints or contextlib.nullcontext()
-    judge = contextlib.closing(job.setup.judge)
-    mesh = sharding.use(job.setup.mesh)
-    with workdir_lib.explained(workdir), job.lock, saved, mesh, judge, hosts.folder(workdir) as own:
+    mesh, judges = sharding.use(job.setup.mesh), contextlib.ExitStack()
+    for judge in filter(None, (job.setup.truth, job.setup.judge)):
+        judges.callback(judge.close)
+    folder = hosts.folder(workdir)
+    with workdir_lib.explained(workdir), job.lock, saved, mesh, judges, folder as own:
         job.setup.judge.start()  # while programs are compiled
         return _run(job, own, stop or stopping.Stop())
 
@@ -228,6 +231,8 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
         profile = profiling.Profile(*watch.profile, workdir / profiling.FOLDER)
     loop = loop_lib.make_loop(setup, workdir, job.checkpoints, stop, watch.save_batches, profile)
     point = loop_lib.resume(setup, loop) if job.resumed else None
+    if job.resumed:
+        reward_training.give(setup, workdir)
     with writers.Follower(watch.writers, workdir, job.config):
         point = point or from_the_start(setup, loop)
         before, warm_steps = point.before, point.warm_steps
@@ -254,7 +259,7 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
 
 
 def from_the_start(setup: Setup, loop: Loop) -> Point:
-    """First parameters, the warm start, and what it came to; saved."""
+    """First parameters, the warm start and what it came to, the reward model; saved."""
     params = recipe.first_params(setup)
     size = sum(x.size for x in jax.tree.leaves(params))
     print(
@@ -264,6 +269,9 @@ def from_the_start(setup: Setup, loop: Loop) -> Point:
     params, warm_steps = warm_start.warm_start(setup, params, loop.records, loop.stop)
     before = record_accuracy(setup, params, loop, 0)
     print(f'warm start of {warm_steps} steps; held-out accuracy before RL: {before}', flush=True)
+    if setup.config.preferences is not None:
+        reward_training.stage(setup, params, loop.workdir, loop.records, loop.stop.check)
+        reward_training.give(setup, loop.workdir)
     point = loop_lib.new_point(setup, loop, params, before, warm_steps)
     loop_lib.save(loop, point)
     return point

@@ -256,13 +256,18 @@ def critic_values(bound: Binding, policy: Any, params: Any, batch: Any) -> Array
     return critic_lib.batch_values(bound.model, {**policy, **params}, batch, batch.routing)
 
 
-def value_job(bound: Binding) -> microbatches_lib.Job:
-    """Value pretraining: 1/2 (V - R)^2, the mean over tokens, to Monte-Carlo returns."""
+def value_job(
+    bound: Binding, targets: Callable[[TokenBatch], TokenBatch] = critic_lib.monte_carlo
+) -> microbatches_lib.Job:
+    """A fit of the critic alone: 1/2 (V - R)^2, the mean over tokens.
+
+    To Monte-Carlo returns, as value pretraining does, or to what `targets` puts in `returns`.
+    """
     assert bound.critic is not None
     optimizer, weigh = bound.critic.optimizer, aggregates.token_mean()
 
     def begin(state: TrainState, batch: TokenBatch) -> tuple[Part, None]:
-        batch = critic_lib.monte_carlo(microbatches_lib.pin_rows(batch, bound.rules))
+        batch = targets(microbatches_lib.pin_rows(batch, bound.rules))
         return Part(batch, weigh(batch.mask, batch.group)), None
 
     def objective(state: TrainState, params: Any, part: Part, shared: None):

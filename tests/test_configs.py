@@ -57,7 +57,7 @@ def get_config(name, argument='tiny=true'):
 
 
 def test_there_is_one_file_for_each_algorithm():
-    assert {p.stem for p in FOLDER.glob('*.py')} == {*NAMES, 'quickstart', 'smollm2'}
+    assert {p.stem for p in FOLDER.glob('*.py')} == {*NAMES, 'quickstart', 'rlhf', 'smollm2'}
     for name in NAMES:
         assert get_config(name)['algorithm'] == f'policyopt.algorithms.{name}'
 

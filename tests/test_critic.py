@@ -66,13 +66,13 @@ def numpy_values(params, batch):
     return out
 
 
-def make(trunk: str, **kwargs):
+def make(trunk: str, algorithm=None, **kwargs):
     """A learner with a critic, its policy's and its critic's parameters."""
     own = trunk == 'own'
     side = learner.Critic(optax.sgd(0.5), HEADED if own else None)
     bound = learner.make_learner(
         PLAIN if own else HEADED,
-        po.algorithms.ppo_clip(value_clip=0.1),
+        algorithm or po.algorithms.ppo_clip(value_clip=0.1),
         optax.sgd(0.25),
         critic=side,
         diagnose=none,
@@ -119,6 +119,24 @@ def test_value_pretraining_moves_the_critic_alone_to_monte_carlo_returns(trunk):
         state, metrics = learn.value_update(state, batch)
     assert float(metrics['value/explained_variance'].value) > explained + 0.1
     assert float(metrics['value/loss'].value) < 0.5 * np.mean(error**2)
+
+
+def test_a_critic_of_natural_gradient_runs_is_fitted_to_the_estimators_returns():
+    """The head's first step by hand; the policy stays; others have no such fit."""
+    batch = random_batch()
+    learn, params, _ = make('shared', po.algorithms.trpo(advantages=po.advantages.gae()))
+    state, metrics = learn.value_fit(fresh(learn, params, None), batch)
+    mask, values = batch.mask > 0, numpy_values(params, batch)
+    error = (values - batch.returns)[mask]
+    np.testing.assert_allclose(metrics['value/loss'].value, 0.5 * np.mean(error**2), rtol=1e-5)
+    slope = np.zeros(learning.DIM)
+    for i in range(learning.DIM):
+        nudged = params | {'value': params['value'] + 1e-3 * (np.arange(learning.DIM) == i)}
+        slope[i] = np.mean(error * (numpy_values(nudged, batch) - values)[mask]) / 1e-3
+    after = jax.device_get(state.params)
+    np.testing.assert_allclose(after['value'], params['value'] - 0.5 * slope, rtol=1e-4, atol=1e-5)
+    close({n: after[n] for n in ('embed', 'head')}, {n: params[n] for n in ('embed', 'head')})
+    assert make('shared')[0].value_fit is None
 
 
 def test_a_critic_with_its_own_trunk_is_trained_beside_the_policy():

@@ -6,20 +6,33 @@ processes that judge start quickly and stay small.
 """
 
 from policyopt.rewards.code import code_tests
-from policyopt.rewards.combine import all_of, gated, graded, weighted_sum
+from policyopt.rewards.combine import all_of, audited, gated, graded, weighted_sum
 from policyopt.rewards.formats import boxed, code_fence, overlong, think_block
 from policyopt.rewards.judge import Judge, JudgeConfig, Local, Remarks, Round, make_judge
 from policyopt.rewards.language import language_consistency
 from policyopt.rewards.ledger import Ledger, Page
 from policyopt.rewards.maths import math_equivalence
 from policyopt.rewards.presets import dapo, magistral
+from policyopt.rewards.scored import Calibration, reward_model
 from policyopt.rewards.spec import Spec, build, read
-from policyopt.rewards.verdict import FAULTS, Case, Part, Reward, Score, Verdict, describe, judged
+from policyopt.rewards.steps import StepsConfig, by_step
+from policyopt.rewards.verdict import (
+    FAULTS,
+    Case,
+    Part,
+    Reward,
+    Score,
+    Step,
+    Verdict,
+    describe,
+    judged,
+)
 from policyopt.rewards.workers import JudgeError, Workers
 
 __all__ = [
-    'FAULTS',
+    'Calibration',
     'Case',
+    'FAULTS',
     'Judge',
     'JudgeConfig',
     'JudgeError',
@@ -32,11 +45,15 @@ __all__ = [
     'Round',
     'Score',
     'Spec',
+    'Step',
+    'StepsConfig',
     'Verdict',
     'Workers',
     'all_of',
+    'audited',
     'boxed',
     'build',
+    'by_step',
     'code_fence',
     'code_tests',
     'dapo',
@@ -50,6 +67,7 @@ __all__ = [
     'math_equivalence',
     'overlong',
     'read',
+    'reward_model',
     'think_block',
     'weighted_sum',
 ]

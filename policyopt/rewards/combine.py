@@ -56,7 +56,8 @@ def check_values(right: float, wrong: float) -> None:
 def weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
     """sum_k weights[k] * parts[k], each with its reason kept as `Verdict.parts`.
 
-    A part that is a sum itself hands on its own parts, weighted. The answer is right where every
+    A part that is a sum itself hands on its own parts, weighted; rewards of steps add up in the
+    same way, over the parts that have some. The answer is right where every
     part that has a say calls it right. A part without a value (NaN) leaves the row without a
     reward, for the part's reason.
 
@@ -75,6 +76,7 @@ def weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> R
     def reward(text: str, tokens: Sequence[int], example: Mapping[str, Any]) -> Verdict:
         found: list[Part] = []
         rights: list[bool] = []
+        steps: list[tuple[float, ...]] = []
         for name, part in parts.items():
             verdict = run(part, Case(text, tokens, example))
             if math.isnan(verdict.value):
@@ -82,11 +84,20 @@ def weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> R
             own = verdict.parts or (Part(name, verdict.value, verdict.reason),)
             found += [part._replace(value=weights[name] * part.value) for part in own]
             rights += [] if verdict.right is None else [verdict.right]
+            if verdict.steps:
+                steps.append(tuple(weights[name] * step for step in verdict.steps))
         reason = ', '.join(f'{part.name} {part.reason}' for part in found)
         value = math.fsum(part.value for part in found)
-        return Verdict(value, reason, all(rights) if rights else None, tuple(found))
+        total = tuple(map(added, zip(*steps, strict=True)))
+        return Verdict(value, reason, all(rights) if rights else None, tuple(found), total)
 
     return reward
+
+
+def added(values: Sequence[float]) -> float:
+    """Sum of those that are there; NaN where none is."""
+    there = [value for value in values if not math.isnan(value)]
+    return math.fsum(there) if there else math.nan
 
 
 def in_part(name: str, verdict: Verdict) -> Verdict:
@@ -139,5 +150,36 @@ def gated(gate: Reward, reward: Reward, otherwise: float = 0.0) -> Reward:
         if verdict.value > 0:
             return run(reward, Case(text, tokens, example))
         return Verdict(otherwise, verdict.reason, False)
+
+    return judge
+
+
+@checks.factory('reward')
+def audited(reward: Reward, truth: Reward) -> Reward:
+    """`reward`, with what `truth` says of the answer written down beside it.
+
+    Its value is the reward's alone; whether the answer is right is for the truth to say. The parts
+    are `proxy` and `truth`, their values, and `gap`, proxy - truth: where it grows while the truth
+    falls, the policy has learnt what the reward rewards and not what it stands for
+    (over-optimisation, 2210.10760).
+
+    Args:
+      reward: what is trained on, such as `reward_model`.
+      truth: what it stands for, such as `graded`; where it is on another scale, the growth of the
+        gap tells something, and its value does not.
+    """
+
+    def judge(text: str, tokens: Sequence[int], example: Mapping[str, Any]) -> Verdict:
+        found = run(reward, Case(text, tokens, example))
+        true = run(truth, Case(text, tokens, example))
+        for name, verdict in (('proxy', found), ('truth', true)):
+            if math.isnan(verdict.value):
+                return in_part(name, verdict)
+        parts = (
+            Part('proxy', found.value, found.reason),
+            Part('truth', true.value, true.reason),
+            Part('gap', found.value - true.value, ''),
+        )
+        return Verdict(found.value, found.reason, true.positive, parts, found.steps)
 
     return judge

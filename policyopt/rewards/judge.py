@@ -29,16 +29,19 @@ class JudgeConfig:
       deadline: seconds a row may take, by the clock; it then has no reward, and counts as
         `rewards/timed_out`. Without effect, and not legal, for 0 workers, like `memory`.
       memory: GiB of address space of each worker; a row that takes more has no reward.
+      batch: rows that a reward model scores at once; without effect where there is none.
     """
 
     workers: int = 2
     deadline: float = 5.0
     memory: float = 4.0
+    batch: int = 32
 
     def __post_init__(self):
         checks.number('judge.workers', self.workers, 0)
         checks.number('judge.deadline', self.deadline, 0.01)
         checks.number('judge.memory', self.memory, 0.25)
+        checks.number('judge.batch', self.batch, 1)
         for name in ('deadline', 'memory'):
             value, default = getattr(self, name), JudgeConfig.__dataclass_fields__[name].default
             if not self.workers and value != default:
@@ -49,7 +52,14 @@ class JudgeConfig:
 
 
 class Judge(Protocol):
-    """Judges answers beside what its caller does; a context manager that frees what it holds."""
+    """Judges answers beside what its caller does; a context manager that frees what it holds.
+
+    Attributes:
+      together: whether it runs programs over all devices, so that each of several processes has to
+        give it all rows, in the same order.
+    """
+
+    together: bool
 
     def start(self) -> None:
         """Get ready; does not wait."""
@@ -57,6 +67,10 @@ class Judge(Protocol):
 
     def submit(self, cases: Sequence[Case]) -> list[Future[Verdict]]:
         """Verdicts on the cases, one each, as they will be."""
+        ...
+
+    def flush(self) -> None:
+        """Begin with what was submitted and is held back, as for a batch that is not full."""
         ...
 
     def close(self) -> None:
@@ -69,6 +83,8 @@ class Local:
 
     A reward that raises or gives nonsense costs its row only; one that hangs hangs its caller.
     """
+
+    together = False
 
     def __init__(self, reward: Reward):
         self._reward = reward
@@ -83,6 +99,9 @@ class Local:
         self.start()
         assert self._pool is not None
         return [self._pool.submit(judged, self._reward, case) for case in cases]
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
     def close(self) -> None:
         """Let the thread end."""
@@ -110,7 +129,8 @@ NOT_SAMPLED = Verdict(math.nan, 'not_sampled')
 class Round:
     """Answers that are judged while others are drawn: `add` them as they end, then `verdicts`.
 
-    Of several processes each judges rows of its own, and all have the verdicts on all rows.
+    Of several processes each judges rows of its own, or all of them by a judge that works with the
+    others' (`Judge.together`); all have the same verdicts on all rows.
 
     Args:
       judge: of the run.
@@ -130,7 +150,7 @@ class Round:
 
         new = []
         for i, case in zip(rows, cases, strict=True):
-            if not hosts.own(i):
+            if not (self._judge.together or hosts.own(i)):
                 continue
             known = self._page and self._page.find((self._number, i), case)
             if known:
@@ -145,6 +165,7 @@ class Round:
         """Verdicts on rows 0 to rows - 1, waited for; a row that was not added has no reward."""
         from policyopt import hosts  # with jax, which processes that judge do without
 
+        self._judge.flush()
         given = {i: v.result() if isinstance(v, Future) else v for i, v in self._found.items()}
         parts = hosts.exchange((given, self._digests))
         given = {i: verdict for found, _ in parts for i, verdict in found.items()}

@@ -6,7 +6,7 @@ import collections.abc
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from policyopt import checks
@@ -39,6 +39,23 @@ def _built(value: Any) -> Any:
     if isinstance(value, collections.abc.Mapping):
         return {name: _built(v) for name, v in value.items()}
     return value
+
+
+def walk(spec: Spec) -> Iterator[Spec]:
+    """The spec, and those in its arguments."""
+    yield spec
+    for value in spec.kwargs.values():
+        inner = value.values() if isinstance(value, collections.abc.Mapping) else (value,)
+        for each in inner:
+            if isinstance(each, Spec):
+                yield from walk(each)
+
+
+def arguments(spec: Spec) -> dict[str, Any]:
+    """What the factory of a spec gets, defaults included."""
+    bound = inspect.signature(find(spec.path)).bind(**spec.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 def find(path: str, where: str = 'reward') -> Callable[..., Any]:
