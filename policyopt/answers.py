@@ -17,7 +17,7 @@ import numpy as np
 
 from policyopt import hosts, metrics
 from policyopt.data import Item
-from policyopt.rewards import Judge, Page, Round, StepsConfig
+from policyopt.rewards import Case, Judge, Page, Round, StepsConfig
 from policyopt.rewards.steps import make_case
 from policyopt.sampling import (
     Engine,

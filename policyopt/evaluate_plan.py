@@ -172,8 +172,8 @@ def _judge(
     spec = rewards.read(name, kw, scorer, 'reward')
     if reward_judge.uses(spec) and options.reward is not None:
         raise ValueError(
-            f'--reward {name} reads a reward model, which says what an answer scores and not whether '
-            'it is right; legal is a reward without one'
+            f'--reward {name} reads a reward model, which says what an answer scores and not '
+            'whether it is right; legal is a reward without one'
         )
     if reward_judge.uses(spec):
         spec = reward_judge.truth_of(spec, scorer)
