@@ -150,7 +150,7 @@ class Problems(NamedTuple):
 
     Attributes:
       items: the problems.
-      judge: says which answers are right.
+      judge: says which answers are right; to be closed.
       steps: what divides answers, for rewards of steps.
     """
 
@@ -161,14 +161,13 @@ class Problems(NamedTuple):
 
 def problems_of(job: Plan, which: policy.Policy) -> Problems:
     """The problems of a plan: a run's own, or those that were read; ValueError without any."""
-    if job.problems is None:
+    if job.problems is None or job.judge is None:
         assert which.setup is not None
         task = which.setup.task
         sides = {'held_out': [task.held_out], 'train': [task.train]}
         items = [i for side in sides.get(job.split, [task.held_out, task.train]) for i in side]
         found = Problems(items, which.setup.measure, which.setup.config.rollout.steps)
     else:
-        assert job.judge is not None
         room = which.model.config.max_length - job.sampling.max_new_tokens
         if room < 1:
             raise ValueError(

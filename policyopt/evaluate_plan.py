@@ -170,12 +170,17 @@ def _judge(
     if options.reward_kw is not None:
         kw = _json('reward_kw', options.reward_kw)
     spec = rewards.read(name, kw, scorer, 'reward')
+    if reward_judge.uses(spec) and options.reward is not None:
+        raise ValueError(
+            f'--reward {name} reads a reward model, which says what an answer scores and not '
+            'whether it is right; legal is a reward without one'
+        )
+    if reward_judge.uses(spec):
+        spec = reward_judge.truth_of(spec, scorer)
     given = settings.read(rewards.JudgeConfig, config.get('judge', {}), 'config.judge')
     limits = given if given.workers else rewards.JudgeConfig()
     if options.deadline is not None:
         limits = dataclasses.replace(limits, deadline=options.deadline)
-    if reward_judge.uses(spec):  # what the model is to stand for
-        spec = reward_judge.truth_of(spec, scorer)
     return rewards.make_judge(spec, limits)
 
 

@@ -14,6 +14,7 @@ preferences.json, and calibration.json says what scores are like. A run uses it 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> Agreement:
     order = np.random.default_rng(job.seed).permutation(len(problems.items))[: config.problems]
     items = [problems.items[i] for i in order]
     print(f'{which}: {len(items)} problems, {config.answers} answers to each', flush=True)
-    try:
+    with contextlib.closing(problems.judge):
         answers = answers_lib.draw(
             which.model,
             which.params,
@@ -118,8 +119,6 @@ def run(options: argparse.Namespace) -> Agreement:
             on_error='record',
             steps=problems.steps,
         )
-    finally:
-        problems.judge.close()
     if found is not None:
         form = options.template or TEMPLATE
         agreed, known = measure(which, found, items, answers, config, form, options)
