@@ -61,11 +61,13 @@ def get_config(argument=None):
     c.model = dict(path=chosen['model'] or weights(), precision='highest')
     # Scorers read the answer as a number, and the model never gives one without words before it.
     c.chat = dict(prefill='The answer is')
-    common = dict(form='full', size=4000, prompt_width=PROMPT, on_bad_row='skip')
-    sums = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    common = dict(
+        form='full', size=4000, held_out_share=0.5, prompt_width=PROMPT, on_bad_row='skip'
+    )
+    sums = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)  # there are 200
     # At first no word problem is right at once, and a group of wrong answers has no gradient.
     c.tasks = dict(
-        chain_sum=dict(name='chain_sum', kw=sums, held_out=128, weight=3.0, **common),
+        chain_sum=dict(name='chain_sum', kw=sums, held_out=96, weight=3.0, **common),
         gsm_symbolic=dict(name='gsm_symbolic', held_out=64, **common),
     )
 
