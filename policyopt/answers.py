@@ -17,6 +17,7 @@ import numpy as np
 
 from policyopt import hosts, metrics
 from policyopt.data import Item
+from policyopt.environments import Recorded, said
 from policyopt.rewards import Case, Judge, Page, Round, StepsConfig
 from policyopt.rewards.steps import make_case
 from policyopt.sampling import (
@@ -25,10 +26,12 @@ from policyopt.sampling import (
     Finish,
     RowErrors,
     SamplingConfig,
+    Turn,
     pad_prompts,
     sample,
 )
 from policyopt.sampling.decode import OnError
+from policyopt.turns import answered, spelled
 
 
 class Answers(NamedTuple):
@@ -42,6 +45,7 @@ class Answers(NamedTuple):
       rewards: [P,n] float32, NaN where the judge failed.
       marks: [P,n] float32, 1 right, 0 wrong, NaN where the judge failed.
       seconds: that drawing took, compilation included.
+      turns: P lists of n rows of turns; [] for rows without an environment.
     """
 
     texts: list[list[str]]
@@ -51,6 +55,7 @@ class Answers(NamedTuple):
     rewards: np.ndarray
     marks: np.ndarray
     seconds: float
+    turns: list[list[list[Turn]]] = []  # noqa: RUF012
 
     @property
     def correct(self) -> np.ndarray:
@@ -62,6 +67,9 @@ class _Row(NamedTuple):
     text: str
     ids: list[int]
     finish: int
+    drawn: int
+    turns: list[Turn]
+    item: Item | None = None  # as the judge sees it, where there were turns
 
 
 def answer_keys(key: Any, problems: int, samples: int) -> Any:
@@ -96,7 +104,8 @@ def draw(
 
     In lock-step, `batch` rows at once, the last batch filled up with rows of the first; or by the
     slot engine, which spends no step on rows that ended. They draw the same tokens, up to draws
-    within rounding of an edge.
+    within rounding of an edge. Items with an environment need the engine; their answer is the last
+    turn, which is not judged where the environment failed.
 
     Args:
       model: a `policyopt.models` model with a tokenizer.
@@ -107,7 +116,7 @@ def draw(
       config: how answers are drawn.
       samples: answers to each problem.
       prompt_width: longest prompt; in lock-step, the width that prompts are padded to.
-      batch, engine: one of them.
+      batch, engine: one of them. An engine without a size gets prompt_width + max_new_tokens.
       title: of a progress display, with the engine; '' for none.
       on_error: 'raise' RowErrors for logits that are not finite, or 'record' such answers as
         finished by ERROR, without marks. A prompt that can't be used raises either way.
@@ -117,23 +126,32 @@ def draw(
     if (batch is None) == (engine is None):
         raise ValueError('give one of batch and engine')
     began = time.monotonic()
-    prompts = [item.ids for item in items for _ in range(samples)]
+    repeated = [item for item in items for _ in range(samples)]
+    prompts = [item.ids for item in repeated]
     keys = answer_keys(key, len(items), samples)
+    judging = Round(judge, page)
     if not prompts:
         rows = []
+    elif batch is not None and any(item.play for item in items):
+        raise ValueError('batch is given, but items have an environment; legal is engine')
     elif batch is not None:
         rows = _lock_step(model, params, prompts, keys, config, prompt_width, batch, on_error)
     else:
         assert engine is not None
-        engine = dataclasses.replace(engine, size=prompt_width + config.max_new_tokens)
-        rows = _slots(model, params, prompts, keys, config, engine, title, on_error)
+        size = engine.size or prompt_width + config.max_new_tokens
+        engine = dataclasses.replace(engine, size=size)
+        worlds = _worlds(repeated, judging)
+        given = (keys, config, engine, title, on_error, worlds, repeated)
+        rows = _slots(model, params, prompts, *given)
+        if worlds is not None:
+            for i, row in enumerate(rows):
+                judging.hear(i, said(row.turns))
     seconds = time.monotonic() - began
     texts = [row.text for row in rows]
     finish = np.array([row.finish for row in rows], np.int32)
-    judging = Round(judge, page)
-    drawn = [i for i in range(len(rows)) if finish[i] != Finish.ERROR]
+    drawn = [i for i in range(len(rows)) if finish[i] < Finish.ERROR]
     make = make_case(steps, model.tokenizer.decode)
-    judging.add(drawn, [make(items[i // samples], rows[i].ids) for i in drawn])
+    judging.add(drawn, [make(rows[i].item or repeated[i], rows[i].ids) for i in drawn])
     verdicts = judging.verdicts(len(rows))
     marks = [math.nan if math.isnan(v.value) else float(v.positive) for v in verdicts]
     shape = (len(items), samples)
@@ -141,12 +159,23 @@ def draw(
     return Answers(
         texts=[texts[part] for part in each],
         ids=[[row.ids for row in rows[part]] for part in each],
-        tokens=np.array([len(row.ids) for row in rows], np.int32).reshape(shape),
+        tokens=np.array([row.drawn for row in rows], np.int32).reshape(shape),
         finish=finish.reshape(shape),
         rewards=np.array([v.value for v in verdicts], np.float32).reshape(shape),
         marks=np.array(marks, np.float32).reshape(shape),
         seconds=seconds,
+        turns=[[row.turns for row in rows[part]] for part in each],
     )
+
+
+def _worlds(items: Sequence[Item], judging: Round) -> list[Recorded | None] | None:
+    """The environment of each row, None where no row has one."""
+    if not any(item.play for item in items):
+        return None
+    return [
+        item.play and Recorded(item.play.environment(item.entry), judging.heard(i))
+        for i, item in enumerate(items)
+    ]
 
 
 def _lock_step(
@@ -168,7 +197,8 @@ def _lock_step(
         found = hosts.fetch((rollout.tokens, rollout.prompt_length, rollout.length))
         finish = hosts.fetch(rollout.finish).tolist()
         for row, begin, end, why in zip(*found, finish, strict=True):
-            rows.append(_Row(model.tokenizer.decode(row[begin:end]), row[begin:end].tolist(), why))
+            ids = row[begin:end].tolist()
+            rows.append(_Row(model.tokenizer.decode(ids), ids, why, len(ids), []))
     return rows[: len(prompts)]
 
 
@@ -181,9 +211,11 @@ def _slots(
     sizes: EngineConfig,
     title: str,
     on_error: OnError,
+    worlds: Any,
+    items: Sequence[Item],
 ) -> list[_Row]:
     engine = Engine(model, config, sizes)
-    engine.submit(prompts, keys)
+    engine.submit(prompts, keys, environments=worlds)
     rows: dict[int, _Row] = {}
     began, drawn = time.monotonic(), 0
     shown = metrics.Display(title, len(prompts)) if title else contextlib.nullcontext()
@@ -192,9 +224,12 @@ def _slots(
             for row in engine.step(params):
                 if row.data is None or (row.finish == Finish.ERROR and on_error == 'raise'):
                     raise RowErrors({row.id: row.error or 'no data'})
-                ids = row.data['tokens'][row.prompt_length :]  # type: ignore[index]
-                rows[row.id] = _Row(model.tokenizer.decode(ids), ids.tolist(), int(row.finish))
-                drawn += len(ids)
+                start = row.prompt_length if row.environment is None else row.turn_start
+                ids = row.tokens[start:].tolist()
+                text = model.tokenizer.decode(ids)
+                item = answered(items[row.id], row, model.tokenizer.decode)
+                rows[row.id] = _Row(text, ids, int(row.finish), row.drawn, row.turns, item)
+                drawn += row.drawn
                 if display is not None:
                     speed = drawn / max(time.monotonic() - began, 1e-9)
                     values = {'length': drawn / len(rows), 'tokens_per_second': speed}
@@ -252,7 +287,11 @@ def _grouping(
 
 
 def write_samples(
-    path: Path, items: Sequence[Item], answers: Answers, votes: Sequence[Sequence[int]]
+    path: Path,
+    items: Sequence[Item],
+    answers: Answers,
+    votes: Sequence[Sequence[int]],
+    tokenizer: Any,
 ) -> None:
     """One JSON line an answer, in order of problems."""
     with open(path, 'w', encoding='utf-8') as file:
@@ -271,4 +310,6 @@ def write_samples(
                     'tokens': int(answers.tokens[i, j]),
                     'finish': Finish(int(answers.finish[i, j])).name.lower(),
                 }
+                if turns := answers.turns[i][j]:
+                    line['turns'] = spelled(turns, tokenizer)
                 file.write(json.dumps(line, ensure_ascii=False) + '\n')

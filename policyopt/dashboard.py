@@ -135,6 +135,19 @@ def _norms(name: str) -> Callable[[Run], list[Line]]:
     return lines
 
 
+def _turn_rewards(run: Run) -> list[Line]:
+    """Of all turns, and of each number of a turn."""
+    return _of(('turns/reward', 'all'))(run) + [
+        Line(f'turn {number}', series) for number, series in run.group('turns/reward').items()
+    ]
+
+
+def _slots(run: Run) -> list[Line]:
+    found = {'drew a token': 'slot_use', 'waited for an environment': 'slots_waiting'}
+    lines = [Line(label, run.times(name)) for label, name in found.items()]
+    return [line for line in lines if line.series]
+
+
 def _seconds(run: Run) -> list[Line]:
     """Parts of a step; what is left of it is `other`."""
     whole = run.times('seconds')
@@ -206,6 +219,19 @@ PANELS = (
         ),
         zero=True,
     ),
+    Panel('Turns of a row', 'turns', _of(('turns/mean', 'mean'), ('turns/max', 'most')), zero=True),
+    Panel('Reward of turns', 'reward', _turn_rewards),
+    Panel(
+        'Environments that failed',
+        'share of rows',
+        _of(
+            ('turns/failed', 'raised, or no answer'),
+            ('turns/late', 'too late'),
+            ('turns/overflow', 'too many tokens'),
+        ),
+        zero=True,
+    ),
+    Panel('Slots with turns', 'share', _slots, zero=True),
     Panel('Critic', 'explained variance', _of(('value/explained_variance', 'explained'))),
     Panel(
         'Adaptive coefficients',

@@ -14,6 +14,7 @@ import numpy as np
 
 from policyopt import credit, hosts
 from policyopt.data import Item
+from policyopt.environments import Recorded, said
 from policyopt.metrics import Stopwatch
 from policyopt.rewards import Case, Round, Verdict
 from policyopt.rewards.steps import make_case
@@ -21,20 +22,32 @@ from policyopt.rewards.verdict import STEPS
 from policyopt.sampling import (
     Finish,
     SamplingConfig,
+    Stats,
+    Turn,
     pad_prompts,
     row_keys,
     sample,
     sample_continuous,
 )
 from policyopt.sampling.rows import Row
+from policyopt.turns import answered
 from policyopt.types import Rollout
 
 
 class Drawn(NamedTuple):
-    """Rows of a round, and what was said of each."""
+    """Rows of a round, what was said of each, and what happened on the way.
+
+    Attributes:
+      rollout: the rows.
+      verdicts: on each of them.
+      turns: of each row; None where no row has an environment.
+      stats: of each engine that drew.
+    """
 
     rollout: Rollout
     verdicts: list[Verdict]
+    turns: list[list[Turn]] | None = None
+    stats: tuple[Stats, ...] = ()
 
 
 def answers_of(rollout: Rollout, tokenizer: Any) -> list[str]:
@@ -58,6 +71,11 @@ def make_draw(
     finish as ERROR, with what they drew before, and are not judged. Where answers are divided into
     steps (`config.steps`), `segment` and `segment_rewards` are theirs.
 
+    Items with an environment are drawn in turns, by the engine. Their answer is the last turn; what
+    the environment gave for turns is in `segment_rewards`. A row whose environment failed is not
+    judged, and finishes as ENV_FAILED, ENV_LATE or ENV_OVERFLOW. What environments say is written
+    down with the verdicts, and said again where a step is done again.
+
     Args:
       model: with a tokenizer.
       config: a `rollout.RolloutConfig`.
@@ -68,20 +86,45 @@ def make_draw(
     engine = config.engine and dataclasses.replace(config.engine, size=config.engine.size or size)
     make = make_case(config.steps, model.tokenizer.decode)
 
-    def lock_step(add: Any, items: Sequence[Item], *arguments: Any, **kw: Any):
+    def lock_step(
+        add: Any, judging: Round, first: int, items: Sequence[Item], *arguments: Any, **kw: Any
+    ):
+        del judging, first
         part = sample(*arguments, **kw)
         error = hosts.fetch(part.finish) == Finish.ERROR
         found = zip(_answer_ids(part), items, strict=True)
         cases = [make(item, ids.tolist()) for ids, item in found]
         rows = [i for i in range(len(cases)) if not error[i]]
         add(rows, [cases[i] for i in rows])
-        return part
+        return part, None, []
 
-    def slots(add: Any, items: Sequence[Item], *arguments: Any, **kw: Any):
+    def slots(
+        add: Any, judging: Round, first: int, items: Sequence[Item], *arguments: Any, **kw: Any
+    ):
         def ended(i: int, row: Row) -> None:
-            add([i], [make(items[i], row.tokens[row.prompt_length :].tolist())])
+            rows[i] = row
+            if row.error is None:
+                start = row.prompt_length if row.environment is None else row.turn_start
+                item = answered(items[i], row, model.tokenizer.decode)
+                add([i], [make(item, row.tokens[start:].tolist())])
 
-        return sample_continuous(*arguments, engine=engine, ended=ended, **kw)
+        rows: dict[int, Row] = {}
+        stats: list[Stats] = []
+        worlds = None
+        if any(item.play for item in items):
+            worlds = [
+                item.play and Recorded(item.play.environment(item.entry), judging.heard(first + i))
+                for i, item in enumerate(items)
+            ]
+        part = sample_continuous(
+            *arguments, engine=engine, environments=worlds, ended=ended, done=stats.append, **kw
+        )
+        if worlds is None:
+            return part, None, stats
+        turns = [rows[i].turns for i in range(len(items))]
+        for i, its in enumerate(turns):
+            judging.hear(first + i, said(its))
+        return part, turns, stats
 
     def draw(
         params: Any,
@@ -94,7 +137,7 @@ def make_draw(
         repeated = [item for item in items for _ in range(config.group_size)]
         keys = row_keys(key, len(repeated))
         size = len(repeated) // config.chunks
-        parts = []
+        parts, turns, stats = [], [], []
         ends: dict[int, list[int]] = {}  # of the steps of each row
 
         def add(start: int, rows: Sequence[int], cases: Sequence[Case]) -> None:
@@ -106,8 +149,10 @@ def make_draw(
             chunk = repeated[start : start + size]
             prompts = pad_prompts([item.ids for item in chunk], prompt_width)
             with watch('sample'):
-                part = (lock_step if engine is None else slots)(
+                part, its, counts = (lock_step if engine is None else slots)(
                     functools.partial(add, start),
+                    judging,
+                    start,
                     chunk,
                     model,
                     params,
@@ -118,8 +163,13 @@ def make_draw(
                     on_error='record',
                 )
             parts.append(part)
+            stats += counts
+            turns += its or [[] for _ in chunk]
         with watch('reward'):
             verdicts = judging.verdicts(len(repeated))
+        played = any(item.play for item in items)
+        if played:
+            parts = [_with_segment_rewards(part) for part in parts]
         rollout = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
         rollout = dataclasses.replace(
             rollout,
@@ -129,7 +179,7 @@ def make_draw(
         )
         if config.steps is not None:
             rollout = in_steps(rollout, [ends.get(i, []) for i in range(len(verdicts))], verdicts)
-        return Drawn(rollout, verdicts)
+        return Drawn(rollout, verdicts, turns if played else None, tuple(stats))
 
     return draw
 
@@ -156,3 +206,11 @@ def in_steps(
         segment=credit.numbered(ends, start, width),
         segment_rewards=credit.spread(ends, values, start, width),
     )
+
+
+def _with_segment_rewards(part: Rollout) -> Rollout:
+    """The same with rewards of turns, none, where there are none."""
+    if part.segment_rewards is not None:
+        return part
+    none = jnp.full(part.tokens.shape, jnp.nan, jnp.float32)
+    return dataclasses.replace(part, segment_rewards=none, rewards=none[:, 0])

@@ -21,6 +21,7 @@ import numpy as np
 
 from policyopt import answers as answers_lib
 from policyopt import at_k, policy
+from policyopt import turns as turns_lib
 from policyopt.answers import Answers
 from policyopt.at_k import wilson
 from policyopt.data import Item, benchmark
@@ -28,7 +29,7 @@ from policyopt.disk import whole
 from policyopt.evaluate_plan import Plan, parser, plan
 from policyopt.recipe import Setup
 from policyopt.rewards import Judge, JudgeError, Page, StepsConfig
-from policyopt.sampling import Finish, RowErrors, SamplingConfig
+from policyopt.sampling import EngineConfig, Finish, RowErrors, SamplingConfig
 from policyopt.sampling.config import check_config
 
 SUMMARY, SAMPLES, CURVE = 'evaluation.json', 'samples.jsonl', 'pass_at_k.png'
@@ -42,12 +43,14 @@ class Accuracy(NamedTuple):
       total: number of problems.
       answers: text of every answer, in the problems' order.
       right: whether it got full marks, of every answer.
+      turns: of the answers to the first problems, as `turns.spelled` has them.
     """
 
     correct: int
     total: int
     answers: tuple[str, ...] = ()
     right: tuple[bool, ...] = ()
+    turns: tuple[list[dict[str, Any]], ...] = ()
 
     @property
     def value(self) -> float:
@@ -73,13 +76,16 @@ def accuracy(
     config: SamplingConfig,
     *,
     prompt_width: int,
-    batch: int,
+    batch: int | None = None,
+    engine: EngineConfig | None = None,
     page: Page | None = None,
     steps: StepsConfig | None = None,
+    spelled: int = 0,
 ) -> Accuracy:
     """Answer every item once and judge the answers; arguments as of `answers.draw`.
 
-    Answers without a reward and those whose logits are not finite numbers do not count as correct.
+    The turns of the first `spelled` answers come along, where they have an environment. Answers
+    without a reward and those whose logits are not finite numbers do not count as correct.
     """
     found = answers_lib.draw(
         model,
@@ -90,18 +96,28 @@ def accuracy(
         config,
         prompt_width=prompt_width,
         batch=batch,
+        engine=engine,
         on_error='record',
         page=page,
         steps=steps,
     )
     right = found.correct[:, 0]
     texts = tuple(text for (text,) in found.texts)
-    return Accuracy(int(right.sum()), len(items), texts, tuple(right.tolist()))
+    turns = ()
+    if any(item.play for item in items):
+        rows = [row for (row,) in found.turns[:spelled]]
+        turns = tuple(turns_lib.spelled(row, model.tokenizer) for row in rows)
+    return Accuracy(int(right.sum()), len(items), texts, tuple(right.tolist()), turns)
 
 
 def held_out(setup: Setup, params: Any, page: Page | None = None) -> Accuracy:
     """Accuracy on the held-out problems of a run; `page` as of `accuracy`."""
     c = setup.config
+    drawn: dict[str, Any] = dict(batch=c.evaluation.batch)
+    if setup.task.played:
+        assert c.rollout.engine is not None
+        engine = turns_lib.with_slots(c.rollout.engine, c.evaluation.batch)
+        drawn = dict(engine=engine, spelled=c.evaluation.samples)
     return accuracy(
         setup.model,
         params,
@@ -110,9 +126,9 @@ def held_out(setup: Setup, params: Any, page: Page | None = None) -> Accuracy:
         jax.random.key(c.seed),
         c.sampling.at_temperature(c.evaluation.temperature),
         prompt_width=setup.task.prompt_width,
-        batch=c.evaluation.batch,
         page=page,
         steps=c.rollout.steps,
+        **drawn,
     )
 
 
@@ -187,7 +203,11 @@ def run(job: Plan) -> Evaluated:
     model = which.model
     check_config(model, job.sampling)
     items, judge, steps = problems_of(job, which)
-    items = _limited(items, job.limit)
+    items, engine = _limited(items, job.limit), job.engine
+    if any(item.play for item in items):
+        own = which.setup and which.setup.config.rollout.engine
+        assert own is not None
+        engine = turns_lib.with_slots(own, engine.slots)
     print(f'{which}: {len(items)} problems, {job.samples} answers to each', flush=True)
     try:
         answers = answers_lib.draw(
@@ -199,7 +219,7 @@ def run(job: Plan) -> Evaluated:
             job.sampling,
             samples=job.samples,
             prompt_width=max(len(item.ids) for item in items),
-            engine=job.engine,
+            engine=engine,
             title='answers',
             on_error='record',
             steps=steps,
@@ -234,6 +254,7 @@ def describe(job: Plan, done: Evaluated) -> dict[str, Any]:
     """What evaluation.json holds; all but `timing` is the same for the same seed."""
     answers = done.answers
     tokens, lost = int(answers.tokens.sum()), answers.finish == Finish.ERROR
+    failed = answers.finish > Finish.ERROR
     return {
         'policy': done.policy.origin,
         'data': job.problems.title if job.problems else 'own',
@@ -248,7 +269,8 @@ def describe(job: Plan, done: Evaluated) -> dict[str, Any]:
         },
         'truncated': float((answers.finish == Finish.LENGTH).mean()),
         'not_sampled': float(lost.mean()),
-        'not_judged': float((np.isnan(answers.marks) & ~lost).mean()),
+        'not_judged': float((np.isnan(answers.marks) & ~lost & ~failed).mean()),
+        'environment_failed': float(failed.mean()),
         'tokens': tokens,
         'timing': {'seconds': answers.seconds, 'tokens_per_second': tokens / answers.seconds},
     }
@@ -279,7 +301,8 @@ def show(job: Plan, done: Evaluated) -> None:
 def write(job: Plan, done: Evaluated, out: Path) -> None:
     """Write samples, figure and, where these are whole, the summary."""
     with whole(out / SAMPLES) as partial:
-        answers_lib.write_samples(partial, done.items, done.answers, done.votes)
+        tokenizer = done.policy.model.tokenizer
+        answers_lib.write_samples(partial, done.items, done.answers, done.votes, tokenizer)
     title = f'{done.policy.origin["path"]}, {len(done.items)} problems'
     drawn = at_k.draw(out / CURVE, done.answers.correct, done.found['all'], job.seed, title)
     text = json.dumps(describe(job, done), indent=2, default=str) + '\n'

@@ -10,6 +10,7 @@ run that stops because its updates came to nothing saves the last of them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -108,6 +109,34 @@ def row_record(made: Inspection, row: int) -> dict[str, Any]:
         'prompt': decode(batch.tokens[row, :start]),
         'answer': decode(batch.tokens[row, start:stop]),
     }
+
+
+def turn_records(made: Inspection, row: int) -> list[dict[str, Any]]:
+    """Turns of a row and what its environment answered; [] for an answer in one piece."""
+    batch: Any = made.batch
+    start, stop = (int(x[row]) for x in (batch.prompt_length, batch.length))
+    mask = made.mask[row]
+    if batch.segment is None or mask[start:stop].all():
+        return []
+    cuts = np.flatnonzero(np.diff(np.asarray(batch.segment)[row, start:stop])) + start + 1
+    found, number = [], 0
+    for a, b in itertools.pairwise([start, *cuts.tolist(), stop]):
+        number += bool(mask[a])
+        part = slice(a, b)
+        advantages = np.asarray(batch.advantages)[row, part][mask[part]].tolist()
+        ratio = np.asarray(made.ratio)[row, part][mask[part]].tolist()
+        found.append(
+            {
+                'turn': number,
+                'who': 'policy' if mask[a] else 'environment',
+                'tokens': b - a,
+                'text': made.setup.model.tokenizer.decode(batch.tokens[row, part]),
+                'advantage': advantages[0] if len(set(advantages)) == 1 else advantages or None,
+                'ratio': ratio or None,
+                'share': float(np.sum(made.share[row, part], where=mask[part])),
+            }
+        )
+    return found
 
 
 def summary(made: Inspection) -> dict[str, Any]:
@@ -263,6 +292,9 @@ def print_row(page: Page, made: Inspection, row: int, limit: int) -> None:
     if not places:
         page.line(', '.join(words))
         return
+    if turns := turn_records(made, row):
+        turns = [each | {'share': percent(each['share'])} for each in turns]
+        page.table('turns, and what the environment answered', turns, keys=2)
     records = []
     for t in places:
         record = token_record(made, row, t)
@@ -287,6 +319,7 @@ def as_json(made: Inspection, rows: Iterable[int], limit: int) -> dict[str, Any]
     """The summary, and the rows with their tokens; None for what is not finite."""
     listed = [
         row_record(made, row)
+        | {'turns': turn_records(made, row)}
         | {'detail': [token_record(made, row, t) for t in chosen_tokens(made, row, limit)]}
         for row in rows
     ]

@@ -9,7 +9,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from policyopt import algorithms, base, checks, data, layout, models, rewards, settings, shaping
+from policyopt import (
+    algorithms,
+    base,
+    checks,
+    data,
+    layout,
+    models,
+    rewards,
+    settings,
+    shaping,
+    turns,
+)
 from policyopt import critic as critic_lib
 from policyopt import learner as learner_lib
 from policyopt import reward_judge as judge_lib
@@ -231,6 +242,8 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
             'an empty section'
         )
     width = task.prompt_width + c.sampling.max_new_tokens
+    if task.played:
+        width = turns.row_width(c.rollout, c.sampling.stop_ids, task)
     if c.length_buckets is not None and c.length_buckets.widths[-1] < width:
         raise ValueError(
             f'config.length_buckets.widths is {c.length_buckets.widths}; the widest must hold a '

@@ -15,6 +15,7 @@ import numpy as np
 from policyopt import batches as batches_lib
 from policyopt import evaluate, hosts, metrics, recipe, settings, sharding, stopping
 from policyopt import rollout as rollout_lib
+from policyopt import turns as turns_lib
 from policyopt.checkpoint import fingerprint
 from policyopt.learner import TrainState
 from policyopt.loop import Loop, Point, save
@@ -74,7 +75,7 @@ class Step(NamedTuple):
     Attributes:
       state: after it.
       values: results.
-      times: seconds, by name.
+      times: seconds, by name, and what else depends on the clock.
       parts: minibatches of a pass.
       logp_new: what the loss saw, of each update of all passes.
       skipped: whether it was skipped, of each update of all passes.
@@ -146,6 +147,7 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
     skipped = [bool(x) for x in hosts.fetch([m['skipped'].total for m in found])]
     rescored = scored.result() - began if scored else 0.0
     times = seconds_of(watch, update=time.monotonic() - began - rescored, rescored=rescored)
+    times |= collected.timings
     return Step(state, numbers, times, parts, logp_new, skipped, controllers_of(found[0]))
 
 
@@ -313,10 +315,11 @@ def record_accuracy(setup: Setup, params: Any, loop: Loop, step: int) -> evaluat
     for name, part in evaluate.by_task(accuracy, items).items():
         values |= {f'held_out/{name}': part.value}
     metrics.append(loop.records, 'evaluation', step, values)
-    for item, answer, right in list(zip(items, accuracy.answers, accuracy.right, strict=True))[
-        : setup.config.evaluation.samples
-    ]:
+    shown = list(zip(items, accuracy.answers, accuracy.right, strict=True))
+    for number, (item, answer, right) in enumerate(shown[: setup.config.evaluation.samples]):
         row = {'problem': item.prompt, 'expected': item.answer, 'answer': answer, 'right': right}
+        if number < len(accuracy.turns):
+            row['turns'] = accuracy.turns[number]
         metrics.append(loop.workdir / SAMPLES, 'evaluation', step, row)
     times = {'seconds': time.monotonic() - began, 'time': time.time()}
     metrics.append(loop.timings, 'evaluation', step, times)
@@ -346,6 +349,8 @@ def remarks(setup: Setup, values: Mapping[str, float]) -> Iterator[str]:
         )
     if values['rollout/not_judged'] > 0:
         yield 'some answers got no reward: the judge failed on them, and they are left out'
+    if any(values.get(f'turns/{name}', 0) > 0 for name in turns_lib.FAULTS):
+        yield 'environments of some rows failed: these have no reward, and are left out'
     if values['skipped'] > 0:
         yield 'an update was skipped: its loss or gradient was not finite'
 

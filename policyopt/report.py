@@ -55,6 +55,8 @@ ROWS = (
     Row('sampled accuracy', 'accuracy', '.1%', np.argmax),
     Row('reward', 'reward', '.3f', np.argmax),
     Row('length (tokens)', 'length', '.1f'),
+    Row('turns of a row', 'turns/mean', '.2f'),
+    Row('reward of a turn', 'turns/reward', '.3f', np.argmax),
     Row('cut off at the limit', 'truncated', '.1%'),
     Row('KL to the sampler (nats per token)', 'kl_behavior/k3', '.2g'),
     Row('KL to the reference (nats per token)', 'kl_reference/k3', '.2g'),
@@ -198,6 +200,9 @@ def _unusual(run: Run) -> Iterator[str]:
         ('skipped', 'updates were skipped, their loss or gradient not being finite'),
         ('rollout/not_sampled', 'answers could not be drawn, their logits not being finite'),
         ('rollout/not_judged', 'answers got no reward: the judge failed on them'),
+        ('turns/failed', 'environments of rows raised, or gave no answer'),
+        ('turns/late', 'environments of rows took too long'),
+        ('turns/overflow', 'environments of rows gave too many tokens'),
         ('ratio/nonfinite', 'log-ratios were not finite'),
         ('ratio/extreme', 'ratios were beyond exp(20)'),
     ):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,13 +14,21 @@ import numpy as np
 
 from policyopt import credit, filling, hosts, scoring
 from policyopt import metrics as metrics_lib
+from policyopt import turns as turns_lib
 from policyopt.data import Item
 from policyopt.drawing import make_draw
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
 from policyopt.rewards import Judge, Page, Remarks, Round, StepsConfig, Verdict
 from policyopt.rewards import describe as describe_verdicts
-from policyopt.sampling import EngineConfig, Finish, SamplingConfig, allowed_mask
+from policyopt.sampling import (
+    EngineConfig,
+    Finish,
+    SamplingConfig,
+    Stats,
+    Turn,
+    allowed_mask,
+)
 from policyopt.types import Algorithm, MissingInput, Rollout, TokenBatch
 
 
@@ -66,11 +75,13 @@ class Collected(NamedTuple):
       batch: prompts * group_size rows; those past the kept ones have mask 0 and no reward.
       rollout: the same rows, shaped, before advantages.
       metrics: name -> number, over every row drawn, dropped ones included.
+      timings: the same of what depends on the clock.
     """
 
     batch: TokenBatch
     rollout: Rollout
     metrics: dict[str, float]
+    timings: Mapping[str, float] = types.MappingProxyType({})
 
 
 Collect = Callable[..., Collected]
@@ -179,7 +190,8 @@ def make_collector(
     judges them, shapes the rewards and asks the keep rule; rounds go on until prompts * group_size
     rows are kept or `max_rounds` are spent. Surplus rows are cut, missing ones filled up with rows
     of mask 0, which count in no mean. Rows without a reward lose their mask, too; metrics
-    `rollout/not_judged` and `rewards/...` say how many they are, and why. Rows whose logits are not
+    `rollout/not_judged` and `rewards/...` say how many they are, and why; `turns/...` do for rows
+    whose environment failed. Rows whose logits are not
     finite numbers have no reward either and are emptied, so that no forward pass meets their
     numbers again; metric `rollout/not_sampled` counts them. Advantages are estimated on the rows
     that stay. Verdicts are written down on `page`, if there is one, and those that it has from
@@ -218,7 +230,7 @@ def make_collector(
         )
     )
     advantages = jax.jit(algorithm.advantages)
-    remark = Remarks()
+    remark, remark_turns = Remarks(), turns_lib.Remarks()
 
     @jax.jit
     def shape_and_keep(rollout: Any):
@@ -256,6 +268,8 @@ def make_collector(
         rows = config.prompts * config.group_size
         kept, drawn, count, failed = [], [], 0, None
         verdicts: list[Verdict] = []
+        turns: list[list[Turn]] = []
+        stats: list[Stats] = []
         for number in range(config.max_rounds):
             found = draw(
                 state.params,
@@ -266,7 +280,10 @@ def make_collector(
                 watch,
             )
             verdicts += found.verdicts
+            turns += found.turns or []
+            stats += found.stats
             remark(found.verdicts)
+            remark_turns(found.turns or [])
             raw: Any = found.rollout
             raw = dataclasses.replace(raw, group=raw.group + number * config.prompts)
             lost = hosts.fetch(raw.finish) == Finish.ERROR
@@ -284,7 +301,7 @@ def make_collector(
             if count >= rows:
                 break
         everything = jax.tree.map(lambda *x: np.concatenate(x), *drawn)
-        metrics = describe(everything) | describe_verdicts(verdicts)
+        metrics = describe(everything) | describe_verdicts(verdicts) | turns_lib.describe(turns)
         try:
             rollout = enough(everything, kept, count, config, verdicts[0].reason)
         except ValueError as error:
@@ -294,7 +311,8 @@ def make_collector(
             raise NotSampled(batch, metrics) from error
         estimates = advantages(rollout)
         metrics |= {'rollout/rounds': float(len(drawn)), 'rollout/kept': min(count / rows, 1.0)}
-        return Collected(to_batch(rollout, *estimates), rollout, metrics)
+        timings = turns_lib.timings(turns, stats)
+        return Collected(to_batch(rollout, *estimates), rollout, metrics, timings)
 
     return collect
 
@@ -385,7 +403,7 @@ def minibatches(batch: TokenBatch, parts: int) -> list[TokenBatch]:
 
 def describe(rollout: Any) -> dict[str, float]:
     """Numbers for the log, over all rows of a rollout of numpy arrays."""
-    judged, lost = np.isfinite(rollout.rewards), rollout.finish == Finish.ERROR
+    judged, lost = np.isfinite(rollout.rewards), rollout.finish >= Finish.ERROR
     lengths = rollout.mask.sum(axis=1)
     return {
         'reward': float(rollout.rewards[judged].mean()) if judged.any() else 0.0,
@@ -394,7 +412,7 @@ def describe(rollout: Any) -> dict[str, float]:
         'length': float(lengths.mean()),
         'truncated': float(rollout.truncated.mean()),
         'rollout/not_judged': float((~judged & ~lost).mean()),
-        'rollout/not_sampled': float(lost.mean()),
+        'rollout/not_sampled': float((rollout.finish == Finish.ERROR).mean()),
         'rollout/rows': float(len(lengths)),
         'rollout/tokens': float(lengths.sum()),
     }

@@ -111,6 +111,8 @@ class Run:
 
 
 def _task(task: Mapping[str, Any]) -> str:
+    if task.get('environment'):
+        return task['environment'].rpartition('.')[2]
     return Path(task['file']).stem if task.get('file') else str(task.get('name', ''))
 
 

@@ -31,6 +31,7 @@ TOKEN_MARKS = {
 }
 ROW_MARKS = {
     'not sampled': 'its logits were not finite numbers: no reward',
+    'environment failed': 'it raised, was late, or answered too much: no reward',
     'no reward': 'the judge failed on it: it counts in nothing',
     'empty': 'no token to learn from: filled up, not judged, or filtered out',
     'truncated': 'it hit the limit of tokens',
@@ -132,9 +133,10 @@ def row_marks(batch: Any) -> dict[str, np.ndarray]:
         for group in np.unique(batch.group[np.isfinite(rewards)]):
             index = np.flatnonzero((batch.group == group) & np.isfinite(rewards))
             flat[index] = len(index) > 1 and np.ptp(rewards[index]) == 0
-    ended = (finish != Finish.ERROR) & (finish != Finish.RUNNING)
+    ended = (finish < Finish.ERROR) & (finish != Finish.RUNNING)
     return {
         'not sampled': finish == Finish.ERROR,
+        'environment failed': finish > Finish.ERROR,
         'no reward': np.isnan(rewards) & ended,
         'empty': ~mask.any(axis=1),
         'truncated': finish == Finish.LENGTH,

@@ -57,7 +57,8 @@ def get_config(name, argument='tiny=true'):
 
 
 def test_there_is_one_file_for_each_algorithm():
-    assert {p.stem for p in FOLDER.glob('*.py')} == {*NAMES, 'quickstart', 'rlhf', 'smollm2'}
+    others = {'quickstart', 'rlhf', 'smollm2', 'turns'}
+    assert {p.stem for p in FOLDER.glob('*.py')} == {*NAMES, *others}
     for name in NAMES:
         assert get_config(name)['algorithm'] == f'policyopt.algorithms.{name}'
 

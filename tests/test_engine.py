@@ -241,7 +241,7 @@ def test_the_first_rows_fix_the_fields():
     engine.submit([[3]], key())
     with pytest.raises(ValueError, match='other fields of PerRow'):
         engine.submit([[3]], key(), per_row=PerRow(top_p=[0.5]))
-    with pytest.raises(ValueError, match='not both'):
+    with pytest.raises(ValueError, match='an environment for each row'):
         engine.submit(None, key())
     assert answers(run(engine, chain(V))) == [[4, 5, 6]]  # unharmed
     for field in ('slots', 'size', 'steps', 'chunk'):

@@ -1,6 +1,7 @@
-"""Turns with an environment: observations, rewards, failures, time limits, a calculator."""
+"""Turns with an environment: observations, rewards, failures, time limits, parking."""
 
 import functools
+import threading
 import time
 
 import jax
@@ -8,9 +9,7 @@ import numpy as np
 import pytest
 
 from policyopt import scoring
-from policyopt.data.tokenizer import arithmetic_tokenizer
 from policyopt.sampling import (
-    Calculator,
     Engine,
     EngineConfig,
     Finish,
@@ -19,7 +18,6 @@ from policyopt.sampling import (
     SamplingConfig,
     sample_continuous,
 )
-from policyopt.sampling.environments import evaluate
 from tests.bigram import Bigram, Config, chain
 from tests.engines import answers, run, tiny
 
@@ -109,8 +107,12 @@ def test_failures_of_an_environment_end_its_own_row():
         Scripted([5], Reply(reward=np.inf)),
         Scripted([5], Reply(done=np.ones(2))),  # type: ignore[arg-type]
         Scripted([5], Reply(None)),  # type: ignore[arg-type]
+        Scripted([5], Reply([3] * 9)),
+        Scripted([5], lambda: Reply(range(10**12))),
     ]
-    engine = Engine(ENDLESS, stop, EngineConfig(slots=3, size=24, steps=4, time_limit=1.0))
+    engine = Engine(
+        ENDLESS, stop, EngineConfig(slots=3, size=24, steps=4, time_limit=1.0, observation=8)
+    )
     engine.submit(None, key(), environments=environments)
     started = time.monotonic()
     rows = run(engine, chain(V))
@@ -126,9 +128,20 @@ def test_failures_of_an_environment_end_its_own_row():
     assert errors[9] == 'environment gave reward inf; legal is a number, NaN for none'
     assert errors[10].startswith('environment gave done array')
     assert errors[11] == 'environment gave None; legal are token ids'
+    assert errors[12] == 'environment gave 9 tokens; legal is up to 8'
+    assert errors[13] == 'environment gave 1000000000000 tokens; legal is up to 8'
+    finish = {Finish.ENV_LATE: (1, 7), Finish.DONE: (2,), Finish.ENV_OVERFLOW: (12, 13)}
+    for i, row in enumerate(rows):
+        assert row.finish == next((f for f, at in finish.items() if i in at), Finish.ENV_FAILED)
+        assert not row.turns or row.turns[-1][-3:-1] == (row.finish, row.error)
     assert answers(rows)[0] == [4, 5, 6]  # what it drew before is kept
+    assert [t[:4] for t in rows[2].turns] == [
+        ((5, 6), (9,), pytest.approx(np.nan, nan_ok=True), Finish.RUNNING),
+        ((10, 11, 0, 1, 2, 3, 4, 5, 6), (), 1.0, Finish.DONE),
+    ]
     stats = engine.stats
-    assert (stats.failures, stats.timeouts, stats.errors) == (2, 2, 11)
+    assert (stats.failures, stats.timeouts, stats.overflows, stats.errors) == (9, 2, 2, 13)
+    assert stats.calls == 14 + 14 - 3 + 1
 
 
 def test_environments_run_in_parallel():
@@ -147,13 +160,61 @@ def test_environments_run_in_parallel():
     assert all(row.finish == Finish.DONE for row in rows)
 
 
-def test_an_observation_without_room_ends_the_row():
-    env = Scripted([3], Reply([9] * 30))
+@pytest.mark.parametrize(
+    ('tokens', 'finish'), [(12, Finish.LENGTH), (16, Finish.LENGTH), (17, Finish.ENV_OVERFLOW)]
+)
+def test_an_observation_without_room_ends_the_row(tokens, finish):
+    env = Scripted([3], Reply([9] * tokens))
     config = SamplingConfig(max_new_tokens=8, stop_ids=(6,))
     engine = Engine(ENDLESS, config, EngineConfig(slots=1, size=16))
     engine.submit(None, key(), environments=[env])
     (row,) = run(engine, chain(V))
-    assert row.finish == Finish.LENGTH and row.length == 4
+    assert row.finish == finish and row.length == 4
+
+
+def drawn(held, rows=14, **sizes):
+    """Rows of two turns, of which the first `held` get answers when the others are over."""
+    model, params = tiny()
+    gate, over = threading.Event(), 0
+
+    def wait():
+        assert gate.wait(timeout=100)
+        return Reply([9, 8])
+
+    environments = [
+        Scripted([5, 6 + i], wait if i < held else Reply([9, 8]), Reply(done=True, reward=float(i)))
+        for i in range(rows)
+    ]
+    config = SamplingConfig(
+        max_new_tokens=12, temperature=0.7, top_k=12, stop_ids=(1, 2, 3, 4, 5, 6, 7, 8)
+    )
+    size = EngineConfig(slots=2, size=48, steps=3, chunk=2, time_limit=200, grace=0.1, **sizes)
+    engine = Engine(model, config, size)
+    engine.submit([env.prompt for env in environments], key(2), environments=environments)
+    found = []
+    while engine.busy:
+        found += engine.step(params)
+        over = sum(row.id >= held for row in found)
+        if over == rows - held:
+            gate.set()
+    return engine.stats, sorted(found, key=lambda row: row.id)
+
+
+def test_rows_that_wait_leave_their_slots_and_keep_their_bits():
+    """Slow rows have both slots; the others end before these have their answers."""
+    quick, expected = drawn(held=0, parked=0)
+    slow, rows = drawn(held=2)
+    kept, same = drawn(held=1, parked=0)  # with two, it would stand still
+    assert quick.parked == kept.parked == 0 and slow.parked >= 2
+    assert slow.useful > 1.3 * kept.useful
+    assert kept.waiting_slots > 0.4 * kept.decode_slots > 2 * slow.waiting_slots
+    for others in (rows, same):
+        for row, want in zip(others, expected, strict=True):
+            assert row.place is None and row.finish == want.finish
+            assert repr([t[:5] for t in row.turns]) == repr([t[:5] for t in want.turns])
+            for name, x in want.data.items():
+                np.testing.assert_array_equal(row.data[name], x, err_msg=name)
+    assert sum(len(row.turns) == 2 for row in rows) > 6
 
 
 def test_abort_keeps_what_environments_answer():
@@ -170,40 +231,6 @@ def test_abort_keeps_what_environments_answer():
     assert row.reward == 1 and env.turns[1] == [10, 11, 0, 1, 2, 3, 4, 5, 6]
 
 
-def test_calculator():
-    tokenizer = arithmetic_tokenizer()
-    env = Calculator(tokenizer, '12*3+4=', 40)
-    assert env.reset() == tokenizer.encode('12*3+4=')
-    reply = env.step(tokenizer.encode('12*3='))
-    assert tokenizer.decode(reply.tokens) == '36' and not reply.done
-    assert env.step([*tokenizer.encode('36+4-40'), tokenizer.eos_id]) == Reply((), True, 0.0)
-    assert env.step([*tokenizer.encode('40'), tokenizer.eos_id]) == Reply((), True, 1.0)
-    assert evaluate('1+2*3-4*5') == -13 and evaluate('7*-') is None and evaluate('-3+5') == 2
-    impatient = Calculator(tokenizer, '1+1=', 2, turns=1)
-    assert impatient.step(tokenizer.encode('1+1=')).tokens == tokenizer.encode('2')
-    assert impatient.step(tokenizer.encode('1+1=')) == Reply((), True, 0.0)
-
-
-def test_calculator_in_a_row():
-    # The chain writes 3, then 3+4=; the tool answers 7, and the chain answers 7 itself.
-    tokenizer = arithmetic_tokenizer()
-    ids = {c: tokenizer.encode(c)[0] for c in '347+='}
-    table = np.zeros((tokenizer.vocab_size,) * 2, np.float32)
-    for a, b in ('=3', '3+', '+4', '4='):
-        table[ids[a], ids[b]] = 80
-    table[ids['7'], tokenizer.eos_id] = 80
-    model = Bigram(Config(tokenizer.vocab_size), tokenizer)
-    config = SamplingConfig(max_new_tokens=10, stop_ids=(ids['='],))
-    env = Calculator(tokenizer, '3+4=', 7)
-    engine = EngineConfig(slots=1, size=20)
-    got = sample_continuous(model, table, None, key(), config, engine=engine, environments=[env])
-    n = int(got.length[0])
-    assert tokenizer.decode(got.tokens[0, :n].tolist()) == '3+4=3+4=7'
-    assert got.mask[0, :n].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 1]
-    assert got.finish.tolist() == [Finish.DONE]
-    assert got.rewards.tolist() == [0.0]  # the last turn wrote no number of its own
-
-
 def test_errors_of_environments_can_be_recorded():
     def fail():
         raise ValueError('broken')
@@ -217,5 +244,5 @@ def test_errors_of_environments_can_be_recorded():
         draw(environments=environments)
     environments = [Scripted([3], fail), Scripted([3], Reply(done=True, reward=2.0))]
     got = draw(environments=environments, on_error='record')
-    assert got.finish.tolist() == [Finish.ERROR, Finish.DONE]
+    assert got.finish.tolist() == [Finish.ENV_FAILED, Finish.DONE]
     assert np.isnan(got.rewards[0]) and got.rewards[1] == 2

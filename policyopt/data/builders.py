@@ -121,6 +121,23 @@ class ReasoningGym(Problems, skip_registration=True):
         return f'problem {line}'
 
 
+class Played(Problems, skip_registration=True):
+    """Problems of a scenario of several turns; see `environments.Scenario`."""
+
+    def __init__(self, *, problems: Iterable[Any], **kw: Any):
+        self.problems = problems
+        super().__init__(**kw)
+
+    def rows(self) -> Iterable[Row | BadRow]:
+        """Generate them."""
+        for line, (prompt, answer, hidden) in enumerate(self.problems):
+            yield Row(line, prompt, {**hidden, 'question': prompt, 'answer': answer})
+
+    def where(self, line: int) -> str:
+        """Problem by index."""
+        return f'problem {line}'
+
+
 class JsonLines(Problems, skip_registration=True):
     """Problems of a JSONL file whose contents have the SHA-256 `digest`; see `jsonl.read`."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from policyopt import checks
+from policyopt import checks, environments
 from policyopt.data import gym, jsonl, published
 from policyopt.data.pipeline import Mixture
 from policyopt.data.rows import BadRow, Row, report
@@ -35,7 +35,7 @@ def prompt_ids(tokenizer: Encoder, text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """Which problems there are: of a reasoning-gym dataset, a published one, or a file.
+    """Which problems there are: of a dataset, of a file, or of an environment.
 
     Attributes:
       name: a reasoning-gym dataset, such as chain_sum.
@@ -53,6 +53,9 @@ class TaskConfig:
         `memory` of `rewards.code_tests`.
       file: a JSONL file of {"prompt": ..., "answer": ...} to read instead; then name, kw, size,
         seed and form say nothing and must be left alone. Beside `dataset`, a copy of its own file.
+      environment: a task of several turns to play instead, by name in `policyopt.environments` or
+        by the import path of a factory of `Scenario`, with its arguments in kw; size and seed are
+        of its problems; name and form say nothing and must be left alone.
       on_bad_row: `error` for a row that is no problem (a field missing or of a wrong type, an empty
         or too long prompt, invalid UTF-8 or JSON, characters that the tokenizer lacks), or `skip`,
         with a warning that counts them and shows the first.
@@ -71,6 +74,7 @@ class TaskConfig:
     form: Literal['compact', 'full'] = 'compact'
     dataset: str = ''
     file: str = ''
+    environment: str = ''
     on_bad_row: Literal['error', 'skip'] = 'error'
     weight: float = 1.0
     data_dir: str = ''
@@ -85,6 +89,12 @@ class TaskConfig:
         checks.one_of('task.on_bad_row', self.on_bad_row, ('error', 'skip'))
         if self.dataset:
             published.check(self.dataset, self.kw)
+        if self.environment:
+            for field in ('name', 'form', 'dataset', 'file'):
+                value = getattr(self, field)
+                if value != TaskConfig.__dataclass_fields__[field].default:
+                    raise ValueError(f'task.{field} is {value!r} beside task.environment')
+            environments.resolve(self.environment, self.kw)
         if self.file or self.dataset:
             other = 'dataset' if self.dataset else 'file'
             for field in dataclasses.fields(self):
@@ -101,18 +111,24 @@ class TaskConfig:
         """What the task is called where no name is given: the dataset, or the file's stem."""
         if self.dataset:
             return self.dataset
+        if self.environment:
+            return self.environment.rpartition('.')[2]
         return pathlib.Path(self.file).stem if self.file else self.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Item:
-    """One problem: prompt text and ids, right answer, the entry its scorer reads, its task."""
+    """One problem: prompt text and ids, right answer, the entry its scorer reads, its task.
+
+    `play` makes its environment, None where an answer is one turn.
+    """
 
     prompt: str
     ids: tuple[int, ...]
     answer: str
     entry: Mapping[str, Any]
     task: str = ''
+    play: environments.Play | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,6 +145,8 @@ class Task:
       skipped: rows that were bad and left out.
       origins: what the problems come from -> SHA-256 of a file, version of a generator. The same
         config with other ones is another task.
+      played: whether some items have an environment.
+      stops: ids that end their turns, besides end of sequence.
     """
 
     train: Sequence[Item]
@@ -139,6 +157,8 @@ class Task:
     longest_answer: int
     skipped: int = 0
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    played: bool = False
+    stops: tuple[int, ...] = ()
 
 
 def make_task(config: TaskConfig | Mapping[str, TaskConfig], tokenizer: Encoder) -> Task:
@@ -175,6 +195,8 @@ def make_task(config: TaskConfig | Mapping[str, TaskConfig], tokenizer: Encoder)
         longest_answer=max(task.longest_answer for task in tasks),
         skipped=sum(task.skipped for task in tasks),
         origins={name: x for task in tasks for name, x in task.origins.items()},
+        played=any(task.played for task in tasks),
+        stops=tuple(dict.fromkeys(stop for task in tasks for stop in task.stops)),
     )
 
 
@@ -188,6 +210,7 @@ class _Source(NamedTuple):
     score: Callable[[str, Any], float]
     scorer: Spec
     origins: dict[str, str]
+    scenario: environments.Scenario | None = None
 
 
 def _open(field: str, name: str, config: TaskConfig) -> _Source:
@@ -198,7 +221,17 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         held_out_share=config.held_out_share, strict=config.on_bad_row == 'error'
     )
     common = dict(title=name, **key)
-    if config.dataset:
+    scenario = None
+    if config.environment:
+        scenario = environments.resolve(config.environment, config.kw, field)
+        key |= {f: getattr(config, f) for f in ('environment', 'kw', 'size', 'seed')}
+        key |= dict(version=scenario.version)
+        origins = {f'{field}.environment {config.environment}': f'version {scenario.version}'}
+        problems = scenario.problems(config.size, config.seed)
+        make: Any = functools.partial(builders.Played, problems=problems, **common)
+        scorer = scenario.scorer
+        score: Any = build(scorer)
+    elif config.dataset:
         make, score, scorer = _open_published(field, config, common, key)
         origins = {f'{field}.dataset {config.dataset}': key.get('digest', 'as downloaded')}
     elif config.file:
@@ -207,7 +240,7 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         key |= dict(digest=digest)
         origins = {f'{field}.file {path}': digest}
         make = functools.partial(builders.JsonLines, file=path, digest=digest, **common)
-        score: Any = exact_match
+        score = exact_match
         scorer = Spec('policyopt.rewards.scorers.exact')
     else:
         dataset = gym.create(config.name, config.kw, config.size, config.seed, field)
@@ -230,6 +263,7 @@ def _open(field: str, name: str, config: TaskConfig) -> _Source:
         score=score,
         scorer=scorer,
         origins=origins,
+        scenario=scenario,
     )
 
 
@@ -262,6 +296,7 @@ def _open_published(
 
 def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> Task:
     source = _open(field, name, config)
+    play = None if source.scenario is None else environments.Play.of(source.scenario, tokenizer)
     splits: dict[str, list[Item]] = {}
     bad, count, longest = list(source.bad), source.count, 0
     for split, rows in source.splits.items():
@@ -280,7 +315,7 @@ def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> 
                 count += 1
                 continue
             entry = {**row.entry, 'task': name}
-            splits[split].append(Item(row.prompt, ids, entry['answer'], entry, name))
+            splits[split].append(Item(row.prompt, ids, entry['answer'], entry, name, play))
             longest = max(longest, answer)
     total = len(splits['train']) + len(splits['held_out'])
     if count and (config.on_bad_row == 'error' or not total):
@@ -305,25 +340,34 @@ def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> 
         longest_answer=longest,
         skipped=count,
         origins=source.origins,
+        played=play is not None,
+        stops=() if play is None else play.stops,
     )
 
 
 def supervised(items: Sequence[Item], tokenizer: Any, width: int) -> TokenBatch:
     """Prompts with their right answers and end of sequence, as rows of a batch to imitate.
 
+    Of an item with an environment, what its expert and the environment say to each other.
+
     Returns a TokenBatch of numpy arrays [B, width] with mask 1 on the answer and its end of
-    sequence and every row positive; advantages and old log-probs are zero and unused. Raises
-    ValueError where a row is longer than `width`.
+    sequence (on the turns of the expert) and every row positive; advantages and old log-probs are
+    zero and unused. Raises ValueError where a row is longer than `width`.
     """
     tokens = np.full((len(items), width), tokenizer.pad_id, np.int32)
     mask = np.zeros((len(items), width), np.float32)
     length = np.zeros(len(items), np.int32)
     for i, item in enumerate(items):
-        row = [*item.ids, *tokenizer.encode(item.answer), tokenizer.eos_id]
+        if item.play is None:
+            answer = [*tokenizer.encode(item.answer), tokenizer.eos_id]
+            chosen = [1] * len(answer)
+        else:
+            answer, chosen = item.play.demonstration(item.entry)
+        row = [*item.ids, *answer]
         if len(row) > width:
             raise ValueError(f'{item.prompt}{item.answer} has {len(row)} tokens of {width} at most')
         tokens[i, : len(row)] = row
-        mask[i, len(item.ids) : len(row)] = 1
+        mask[i, len(item.ids) : len(row)] = chosen
         length[i] = len(row)
     zeros = np.zeros(mask.shape, np.float32)
     arrays: dict[str, Any] = dict(

@@ -7,6 +7,7 @@ processes that judge start quickly and stay small.
 
 from policyopt.rewards.code import code_tests
 from policyopt.rewards.combine import all_of, audited, gated, graded, weighted_sum
+from policyopt.rewards.environment import turns_total
 from policyopt.rewards.formats import boxed, code_fence, overlong, think_block
 from policyopt.rewards.judge import Judge, JudgeConfig, Local, Remarks, Round, make_judge
 from policyopt.rewards.language import language_consistency
@@ -69,5 +70,6 @@ __all__ = [
     'read',
     'reward_model',
     'think_block',
+    'turns_total',
     'weighted_sum',
 ]

@@ -143,6 +143,16 @@ class Round:
         self._judge, self._page, self._number = judge, page, number
         self._digests: dict[int, int] = {}
         self._found: dict[int, Verdict | Future[Verdict]] = {}
+        self._heard: dict[int, list[Any]] = {}
+
+    def heard(self, row: int) -> list[Any]:
+        """What the environment of a row said when this was done before, as `hear` was given it."""
+        return self._page.heard((self._number, row)) if self._page else []
+
+    def hear(self, row: int, said: Sequence[Any]) -> None:
+        """Have what an environment said (JSON) written down with the verdicts."""
+        if list(said) != self.heard(row):
+            self._heard[row] = list(said)
 
     def add(self, rows: Sequence[int], cases: Sequence[Case]) -> None:
         """Have answers judged, unless their verdicts are known; `rows` are their numbers."""
@@ -172,7 +182,8 @@ class Round:
         digests = {i: crc for _, found in parts for i, crc in found.items()}
         if self._page is not None:
             new = {(self._number, i): (crc, given[i]) for i, crc in digests.items()}
-            self._page.write(dict(sorted(new.items())))
+            heard = {(self._number, i): said for i, said in self._heard.items()}
+            self._page.write(dict(sorted(new.items())), heard)
         return [given.get(i, NOT_SAMPLED) for i in range(rows)]
 
 

@@ -13,11 +13,11 @@ from policyopt.sampling.config import (
 from policyopt.sampling.continuous import sample_continuous, to_rollout
 from policyopt.sampling.decode import sample
 from policyopt.sampling.engine import Engine
-from policyopt.sampling.environments import Calculator, Environment, Reply
+from policyopt.sampling.environments import Environment, Reply, Turn
 from policyopt.sampling.rules import Constraint, automaton
+from policyopt.sampling.stats import Stats
 
 __all__ = [
-    'Calculator',
     'Constraint',
     'Engine',
     'EngineConfig',
@@ -27,6 +27,8 @@ __all__ = [
     'Reply',
     'RowErrors',
     'SamplingConfig',
+    'Stats',
+    'Turn',
     'allowed_mask',
     'automaton',
     'pad_prompts',

@@ -22,7 +22,10 @@ class Finish(enum.IntEnum):
     """Why a row ended; `Rollout.finish` holds these.
 
     RUNNING: it has not. EOS: end of sequence. STOP: a stop id. LENGTH: its limit of tokens, or an
-    observation had no room. DONE: its environment said so. ERROR: a fault of this row alone.
+    observation had no room. DONE: its environment said so. ERROR: its logits are no numbers, or its
+    prompt can't be used. Of rows whose environment failed, which costs no other row: ENV_FAILED: it
+    raised, or what it gave is no answer. ENV_LATE: it took too long. ENV_OVERFLOW: it gave too
+    many tokens.
     """
 
     RUNNING = 0
@@ -31,6 +34,9 @@ class Finish(enum.IntEnum):
     LENGTH = 3
     DONE = 4
     ERROR = 5
+    ENV_FAILED = 6
+    ENV_LATE = 7
+    ENV_OVERFLOW = 8
 
 
 class RowErrors(ValueError):
@@ -38,7 +44,7 @@ class RowErrors(ValueError):
 
     Attributes:
       errors: row -> what is wrong with it.
-      rollout: every row, the failed ones with what they had and finish ERROR.
+      rollout: every row, the failed ones with what they had and finish ERROR, or one of ENV_*.
     """
 
     def __init__(self, errors: Mapping[int, str], rollout: Rollout | None = None):
@@ -177,7 +183,7 @@ class EngineConfig:
 
     At their defaults each row comes out the same to the bit in whatever order rows are submitted.
     With `min_slots`, or `prefill_rows` above 1, shapes depend on the other rows, and log-probs
-    agree to rounding.
+    agree to rounding. The same holds for how long environments take.
 
     Attributes:
       slots: rows that decode together.
@@ -196,6 +202,13 @@ class EngineConfig:
       chunk: observation tokens fed at once.
       workers: environment calls under way at once.
       time_limit: seconds that one of them may take.
+      grace: seconds that decoding stops for calls that were just begun, so that answers of quick
+        environments are fed together; a row whose environment takes longer may be parked.
+      parked: rows that wait for their environment outside the slots, at most, so that others decode
+        in their place: their part of the cache is copied out, and back into a free slot once they
+        have their answer. None: as many as there are slots, which doubles the memory of the cache
+        (where a row has an environment). 0: rows keep their slots.
+      observation: tokens that an environment may answer to one turn; None: as many as a row.
     """
 
     slots: int = 8
@@ -209,12 +222,16 @@ class EngineConfig:
     chunk: int = 32
     workers: int = 8
     time_limit: float = 10.0
+    grace: float = 0.005
+    parked: int | None = None
+    observation: int | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != 'time_limit' and value is not None and value < 1:
-                raise ValueError(f'{field.name} is {value}; legal is 1 or more')
+            least = 0 if field.name in ('grace', 'parked') else 1
+            if field.name != 'time_limit' and value is not None and value < least:
+                raise ValueError(f'{field.name} is {value}; legal is {least} or more')
         for name in ('refill', 'min_slots'):
             value = getattr(self, name)
             if value is not None and value > self.slots:

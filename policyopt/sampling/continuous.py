@@ -23,6 +23,7 @@ from policyopt.sampling.engine import Engine
 from policyopt.sampling.environments import Environment
 from policyopt.sampling.rows import Buffers, Row
 from policyopt.sampling.rules import Constraint
+from policyopt.sampling.stats import Stats
 from policyopt.types import Array, Rollout
 
 
@@ -37,17 +38,19 @@ def sample_continuous(
     version: int = 0,
     per_row: PerRow | None = None,
     constraint: Constraint | None = None,
-    environments: Sequence[Environment] | None = None,
+    environments: Sequence[Environment | None] | None = None,
     on_error: OnError = 'raise',
     ended: Callable[[int, Row], Any] | None = None,
+    done: Callable[[Stats], Any] | None = None,
 ) -> Rollout:
     """`sampling.sample` by a slot engine: same arguments, same rows, no step spent on ended rows.
 
     Args:
       engine: sizes; see EngineConfig.
-      environments: one per row, in place of prompts; rewards and segment_rewards are then filled.
-      ended: called with each row's number and record as it ends, while others go on; not with rows
-        that end with an error.
+      environments: one per row, None for rows without; rewards and segment_rewards are then
+        filled. Where prompts are None, their `reset` gives them.
+      ended: called with each row's number and record as it ends, while others go on.
+      done: called at the end with what the engine did.
       The others: as in `sample`.
 
     Returns:
@@ -79,13 +82,15 @@ def sample_continuous(
     while slots.busy:
         for row in slots.step(params, version):
             rows[row.id] = row
-            if ended is not None and row.finish != Finish.ERROR:
+            if ended is not None:
                 ended(row.id, row)
+    if done is not None:
+        done(slots.stats)
     ordered = [rows[i] for i in ids]
     rollout = to_rollout(ordered, engine.size)  # type: ignore[arg-type]
     for i, row in enumerate(ordered):
-        if row.finish == Finish.ERROR:
-            errors.setdefault(i, row.error or '')
+        if row.error is not None:
+            errors.setdefault(i, row.error)
     if errors and on_error == 'raise':
         raise RowErrors(dict(sorted(errors.items())), rollout)
     return rollout

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
-import reprlib
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,10 +24,19 @@ from policyopt.sampling.config import (
     prompt_error,
     row_keys,
 )
-from policyopt.sampling.environments import Environment, Pool, Reply
+from policyopt.sampling.environments import (
+    Environment,
+    Outcome,
+    Pool,
+    Reply,
+    Turn,
+    checked_ids,
+    checked_reply,
+)
 from policyopt.sampling.rows import Row
 from policyopt.sampling.rules import Constraint, fault_text, make_rules
-from policyopt.sampling.table import Event, Stats, Table
+from policyopt.sampling.stats import Stats
+from policyopt.sampling.table import Event, Table
 from policyopt.types import Array
 
 
@@ -37,6 +46,10 @@ class Engine:
     `submit` rows, then call `step(params, version)` while `busy`; it returns the rows that ended.
     New parameters may be given at any call and act from there on, with all rows kept. `abort` takes
     every row out as it stands; `resume` puts such rows back, here or in another engine.
+
+    While a row waits for its environment, its slot goes to another row that could decode; see
+    `EngineConfig.parked`. What a row holds of the cache is copied, so neither this nor how long
+    environments take changes a bit of it.
 
     All state is on the host, but for the cache and the constraint's state.
     """
@@ -55,6 +68,7 @@ class Engine:
         self._size, self._constraint = engine.size, constraint
         self._table = Table(model, config, engine, engine.size, constraint)
         self._waiting: collections.deque[Row] = collections.deque()
+        self._parked: list[Row] = []  # out of their slots, for their environment or for a slot
         self._starting: set[int] = set()  # ids of rows whose environment is being reset
         self._ended: list[Row] = []
         self._prefixes: dict[tuple, tuple[Any, int]] = {}  # prompt -> prefix, row in it
@@ -66,7 +80,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has anything left to do or to return."""
         rows = any(row is not None for row in self._table.rows)
-        return bool(rows or self._waiting or self._starting or self._ended)
+        return bool(rows or self._waiting or self._parked or self._starting or self._ended)
 
     @property
     def stats(self) -> Stats:
@@ -79,7 +93,7 @@ class Engine:
         key: Array,
         *,
         per_row: PerRow | None = None,
-        environments: Sequence[Environment] | None = None,
+        environments: Sequence[Environment | None] | None = None,
     ) -> list[int]:
         """Put rows in the queue; returns their ids, 0, 1, ... in order of submission.
 
@@ -87,18 +101,22 @@ class Engine:
         an error; `step` returns it.
 
         Args:
-          prompts: lists of token ids; None with environments, whose `reset` gives them.
+          prompts: lists of token ids; None where the `reset` of environments gives them.
           key: a typed key, or one per row; see `sample`.
           per_row: values of single rows. The fields set are those of the first call.
-          environments: one per row.
+          environments: one per row, None for a row that ends with its first turn.
 
         Raises:
           ValueError: settings that no row could be drawn with, naming field, row and what is legal.
         """
         given = environments if prompts is None else prompts
-        if given is None or (prompts is not None and environments is not None):
-            raise ValueError('give prompts, or environments whose reset gives them, not both')
+        if given is None or (prompts is None and None in given):
+            raise ValueError('give prompts, or an environment for each row, whose reset gives it')
         count = len(given)
+        if environments is None:
+            environments = [None] * count
+        if len(environments) != count:
+            raise ValueError(f'there are {len(environments)} environments for {count} prompts')
         static, rules = make_rules(self._model, self._config, count, per_row, self._constraint)
         keys = row_keys(key, count)
         data = np.asarray(jax.random.key_data(keys))
@@ -107,12 +125,15 @@ class Engine:
         self._next_id += count
         for i, id_ in enumerate(ids):
             row = Row(id=id_, key=data[i], rules=jax.tree.map(lambda x, i=i: x[i], rules.rows))
-            if environments is not None:
-                row.environment = environments[i]
-                self._starting.add(id_)
-                self._pool.call(('reset', row), row.environment.reset)
-            elif prompts is not None:
+            row.environment = environments[i]
+            if prompts is not None:
                 self._enqueue(row, prompts[i])
+                continue
+            self._starting.add(id_)
+            self._pool.call(
+                ('reset', row),
+                lambda e=row.environment: checked_ids(e.reset(), self._model.config.vocab_size),
+            )
         return ids
 
     def resume(self, rows: Iterable[Row]) -> None:
@@ -123,7 +144,7 @@ class Engine:
         Raises ValueError, and takes no row, where one has no room here or an id of a row here.
         """
         rows = list(rows)
-        here = [*self._table.rows, *self._waiting, *self._ended]
+        here = [*self._table.rows, *self._waiting, *self._parked, *self._ended]
         taken = self._starting | {row.id for row in here if row is not None}
         for row in rows:
             if row.id in taken:
@@ -147,21 +168,24 @@ class Engine:
         """
         if params is not self._seen:
             self._prefixes, self._seen = {}, params
-        self._answers(wait=False)
+        self._answers()
+        while (left := self._grace()) > 0:
+            self._answers(left)
+        self._unpark()
         self._observe(params, version)
         self._admit(params, version)
         if self._table.active().any():
             rows = self._table.rows
             patience = len(rows)
-            if self._waiting or self._starting:
+            if self._waiting or self._starting or self._parked:
                 patience = max(1, self._engine.refill - len(self._table.free()))
             if any(r is not None and r.environment for r in rows):
-                patience = 1  # it has the turn at once
+                patience = min(patience, self._engine.refill)  # they have the turn at once
             self._settle(self._table.decode(params, version, patience))
         elif len(self._pool) and not self._ended:
-            self._answers(wait=True)
+            self._answers(self._engine.grace if self._hindered() else math.inf)
         ended, self._ended = self._ended, []
-        self.stats.errors += sum(row.finish == Finish.ERROR for row in ended)
+        self.stats.errors += sum(row.error is not None for row in ended)
         return ended
 
     def abort(self) -> list[Row]:
@@ -170,15 +194,19 @@ class Engine:
         Waits for environment calls under way, so that what they answer is in the rows.
         """
         while len(self._pool):
-            self._answers(wait=True)
+            self._answers(math.inf)
         out = list(self._waiting)
         self._waiting.clear()
         self._prefixes.clear()
-        for slot, row in enumerate(self._table.rows):
-            if row is not None:
-                if row.observation is not None:
-                    self._table.observe(slot)
-                out.append(self._table.take(slot))
+        while True:
+            for slot, row in enumerate(self._table.rows):
+                if row is not None:
+                    if row.observation is not None:
+                        self._table.observe(slot)
+                    out.append(self._table.take(slot))
+            if not self._parked:
+                break
+            self._unpark()
         return sorted(out, key=lambda row: row.id)
 
     def _enqueue(self, row: Row, prompt: Sequence[int]) -> None:
@@ -190,9 +218,14 @@ class Engine:
             row.finish, row.error = Finish.ERROR, error
             self._ended.append(row)
 
-    def _end(self, slot: int, finish: Finish, error: str | None = None) -> None:
-        row = self._table.take(slot)
-        row.finish, row.error = finish, error
+    def _end(self, row: Row, finish: Finish, error: str | None = None) -> None:
+        """A row in a slot, or parked, is over."""
+        if row.place is None:
+            self._table.take(self._table.rows.index(row))
+        else:
+            self._parked.remove(row)
+            self._table.leave(row)
+        row.finish, row.error, row.thinking = finish, error, False
         self._ended.append(row)
 
     def _admit(self, params: Any, version: int) -> None:
@@ -217,10 +250,19 @@ class Engine:
                 del self._prefixes[key]
 
     def _open(self) -> int:
-        """Free slots that waiting rows may have now: `refill` at least, while others decode."""
-        free = len(self._table.free())
+        """Free slots that waiting rows may have now: `refill` at least, while others decode.
+
+        Rows that wait for their environment are parked for them.
+        """
         wanted = min(self._engine.refill, len(self._waiting))
-        return free if wanted and (free >= wanted or not self._table.active().any()) else 0
+        if not wanted:
+            return 0
+        slots = self._parkable()
+        free = len(self._table.free())
+        if free + len(slots) < wanted and self._table.active().any():
+            return 0
+        self._park(slots[: max(len(self._waiting) - free, 0)])
+        return len(self._table.free())
 
     def _prefill(self, params: Any) -> None:
         """Run the prompt at the head of the queue with those after it that share its bucket.
@@ -245,39 +287,101 @@ class Engine:
         """What follows for rows that stopped drawing."""
         for slot, finish, fault in events:
             row = self._table.row(slot)
-            if finish == Finish.ERROR:
-                self._end(slot, Finish.ERROR, fault_text(fault))
-            elif row.environment is not None and finish in (Finish.EOS, Finish.STOP):
-                turn = self._table.turn(slot)
-                row.thinking = True
-                self._pool.call(('step', row), lambda e=row.environment, t=turn: e.step(t))
-            else:
-                self._end(slot, Finish(finish))
+            error = fault_text(fault) if finish == Finish.ERROR else None
+            turn = tuple(self._table.turn(slot)) if row.environment is not None else ()
+            if row.environment is None or finish not in (Finish.EOS, Finish.STOP):
+                if row.environment is not None:
+                    row.turns.append(Turn(turn, finish=finish, error=error))
+                self._end(row, Finish(finish), error)
+                continue
+            row.thinking, row.since = True, time.monotonic()
+            self._pool.call(
+                ('step', row),
+                lambda e=row.environment, t=turn: checked_reply(
+                    e.step(list(t)),
+                    self._model.config.vocab_size,
+                    self._engine.observation or self._size,
+                ),
+            )
 
-    def _answers(self, wait: bool) -> None:
-        """Take what environments answered."""
-        for (kind, row), value, error in self._pool.collect(wait):
-            if kind == 'reset':
-                self._starting.remove(row.id)
-                error = error or _ids_error(value, self._model.config.vocab_size)
-                self._enqueue(row, () if error else [int(i) for i in value])
-                row.error = error or row.error
-            else:
-                self._answer(self._table.rows.index(row), row, value, error)
-        self.stats.failures, self.stats.timeouts = self._pool.failures, self._pool.timeouts
+    def _answers(self, wait: float = 0.0) -> None:
+        """Take what environments answered; waits so many seconds where there is nothing yet."""
+        for outcome in self._pool.collect(wait):
+            self._take(outcome)
 
-    def _answer(self, slot: int, row: Row, value: Any, error: str | None) -> None:
-        error = error or _reply_error(value, self._model.config.vocab_size)
-        if error is not None:
-            self._end(slot, Finish.ERROR, error)
+    def _take(self, outcome: Outcome) -> None:
+        (kind, row), value, fault, seconds = outcome
+        stats = self.stats
+        stats.calls, stats.call_seconds = stats.calls + 1, stats.call_seconds + seconds
+        stats.longest_call = max(stats.longest_call, seconds)
+        if fault is not None:
+            stats.failures += fault.finish == Finish.ENV_FAILED
+            stats.timeouts += fault.finish == Finish.ENV_LATE
+            stats.overflows += fault.finish == Finish.ENV_OVERFLOW
+        if kind == 'step':
+            self._answer(row, value or Reply(), fault, seconds)
             return
-        self._table.reward(slot, float(value.reward))
-        if value.done:
-            self._end(slot, Finish.DONE)
-        elif row.length + len(value.tokens) >= self._size or row.drawn >= row.rules.limit:
-            self._end(slot, Finish.LENGTH)
+        self._starting.remove(row.id)
+        if fault is None:
+            self._enqueue(row, value)
+            return
+        self._table.open(row, ())
+        row.finish, row.error = fault.finish, str(fault)
+        self._ended.append(row)
+
+    def _answer(self, row: Row, value: Reply, fault: Any, seconds: float) -> None:
+        ids, finish = value.tokens, Finish.RUNNING
+        if fault is not None:
+            finish = fault.finish
+        elif value.done:
+            finish = Finish.DONE
+        elif row.length + len(ids) >= self._size or row.drawn >= row.rules.limit:
+            finish = Finish.LENGTH
+        error = None if fault is None else str(fault)
+        turn = tuple(self._table.turn_of(row))
+        row.turns.append(Turn(turn, tuple(ids), value.reward, finish, error, seconds, True))
+        self._table.reward(row, value.reward)
+        if finish != Finish.RUNNING:
+            self._end(row, finish, error)
         else:
-            row.observation = np.asarray(value.tokens, np.int32).reshape(-1)
+            row.observation = np.asarray(ids, np.int32)
+
+    # ---------------------------------------------------------------- rows out of their slots
+
+    def _grace(self) -> float:
+        """Seconds that the youngest call of an environment has before others go on without it."""
+        begun = [row.since for _, row in self._pondering()]
+        return max(begun, default=-math.inf) + self._engine.grace - time.monotonic()
+
+    def _pondering(self) -> list[tuple[int, Row]]:
+        """Slots whose row waits for its environment, with the row."""
+        rows = enumerate(self._table.rows)
+        return [(i, r) for i, r in rows if r is not None and r.thinking and r.observation is None]
+
+    def _parkable(self) -> list[int]:
+        """Slots that could be given up: their rows wait for longer than `grace`; oldest first."""
+        late = time.monotonic() - self._engine.grace
+        rows = [(row.since, slot) for slot, row in self._pondering() if row.since <= late]
+        return [slot for _, slot in sorted(rows)[: self._table.room]]
+
+    def _hindered(self) -> bool:
+        """Whether a row could decode, if another were parked for it."""
+        ready = any(row.observation is not None for row in self._parked)
+        return bool(self._table.room and (self._waiting or ready))
+
+    def _park(self, slots: Sequence[int]) -> None:
+        if slots:
+            self._parked += self._table.park(slots)
+
+    def _unpark(self) -> None:
+        """Give slots to parked rows that have their answer, oldest first."""
+        ready = [row for row in self._parked if row.observation is not None]
+        ready.sort(key=lambda row: row.since)
+        self._park(self._parkable()[: max(len(ready) - len(self._table.free()), 0)])
+        ready = ready[: len(self._table.free())]
+        if ready:
+            self._table.unpark(ready)
+            self._parked = [row for row in self._parked if row.place is not None]
 
     def _observe(self, params: Any, version: int) -> None:
         """Feed the observations that have come, and draw the first token of the turns after."""
@@ -289,32 +393,3 @@ class Engine:
         if ready:
             tokens = {slot: self._table.observe(slot) for slot in ready}
             self._settle(self._table.feed(params, version, tokens))
-
-
-def _reply_error(value: Any, vocab_size: int) -> str | None:
-    """What is wrong with what an environment answered, None if nothing."""
-    if not isinstance(value, Reply):
-        return f'environment returned {type(value).__name__}; legal is a Reply'
-    if not isinstance(value.done, bool | np.bool_):
-        return f'environment gave done {reprlib.repr(value.done)}; legal is True or False'
-    reward = value.reward
-    try:
-        number = isinstance(reward, int | float | np.number) and not math.isinf(float(reward))
-    except OverflowError:
-        number = False
-    if not number:
-        return f'environment gave reward {reprlib.repr(reward)}; legal is a number, NaN for none'
-    return None if value.done else _ids_error(value.tokens, vocab_size)
-
-
-def _ids_error(value: Any, vocab_size: int) -> str | None:
-    """What is wrong with token ids that an environment gave, None if nothing."""
-    try:
-        ids = np.asarray(value)
-    except ValueError:
-        ids = np.zeros((0, 0))
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        return f'environment gave {reprlib.repr(value)}; legal are token ids'
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        return f'environment gave a token outside 0 to {vocab_size - 1}'
-    return None

@@ -1,4 +1,4 @@
-"""Turns of a row with something outside the model: a protocol, a pool with time limits, an example.
+"""Turns of a row with something outside the model: a protocol, its faults, a pool with time limits.
 
 An environment speaks token ids. What a turn drew reaches it as it was drawn, and what it answers is
 appended as it stands: nothing is decoded to text and encoded again on the way.
@@ -10,11 +10,15 @@ import collections
 import dataclasses
 import math
 import queue
-import re
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from policyopt.sampling.config import Finish
 
 
 class Reply(NamedTuple):
@@ -35,7 +39,7 @@ class Environment(Protocol):
     """The world of one row; one object a row, whose methods run off the main thread."""
 
     def reset(self) -> Sequence[int]:
-        """Prompt ids."""
+        """Prompt ids; not called where the prompt is given."""
         ...
 
     def step(self, tokens: Sequence[int]) -> Reply:
@@ -46,19 +50,50 @@ class Environment(Protocol):
         ...
 
 
+class Turn(NamedTuple):
+    """One turn of a row, and what its environment did.
+
+    Attributes:
+      tokens: ids that the policy drew.
+      observation: ids that the environment answered.
+      reward: of the turn; NaN where there is none.
+      finish: why the row ended with this turn; `Finish.RUNNING` where it went on.
+      error: what was wrong with the environment, None if nothing.
+      seconds: that the call took.
+      asked: whether the environment was shown the turn: not where the row's limit cut it off.
+    """
+
+    tokens: tuple[int, ...]
+    observation: tuple[int, ...] = ()
+    reward: float = math.nan
+    finish: int = Finish.RUNNING
+    error: str | None = None
+    seconds: float = 0.0
+    asked: bool = False
+
+
+class Fault(Exception):
+    """What an environment did wrong; `finish` says of which kind it is."""
+
+    def __init__(self, finish: Finish, text: str):
+        self.finish = finish
+        super().__init__(text)
+
+
 class Outcome(NamedTuple):
-    """A call that ended: its tag, what it returned, and what went wrong, None if nothing."""
+    """A call that ended: its tag, what it returned, what went wrong (or None), how long it took."""
 
     tag: Any
     value: Any
-    error: str | None
+    fault: Fault | None
+    seconds: float
 
 
 @dataclasses.dataclass(eq=False)
 class _Call:
     tag: Any
     run: Callable[[], Any]
-    deadline: float = math.inf
+    start: float = math.inf
     over: bool = False
 
 
@@ -67,10 +102,6 @@ class Pool:
 
     A thread cannot be stopped. A call that is late is reported as failed, its thread is left to
     itself (a daemon, so that it does not keep the process alive), and its place is free again.
-
-    Attributes:
-      failures: calls that raised.
-      timeouts: calls that were late.
     """
 
     def __init__(self, workers: int, time_limit: float):
@@ -78,7 +109,6 @@ class Pool:
             raise ValueError(f'workers is {workers}; legal is 1 or more')
         if not time_limit > 0:
             raise ValueError(f'time_limit is {time_limit}; legal is seconds above 0')
-        self.failures = self.timeouts = 0
         self._workers, self._time_limit = workers, time_limit
         self._waiting: collections.deque[_Call] = collections.deque()
         self._running: list[_Call] = []
@@ -92,100 +122,102 @@ class Pool:
         self._waiting.append(_Call(tag, run))
         self._start()
 
-    def collect(self, wait: bool) -> list[Outcome]:
-        """Outcomes so far; with `wait`, and calls under way, at least one."""
+    def collect(self, wait: float = 0.0) -> list[Outcome]:
+        """Outcomes so far; where there is none, waits so many seconds at most for one."""
         found: list[Outcome] = []
+        end = time.monotonic() + wait
         while True:
             self._start()
-            timeout = self._patience() if wait and not found and self._running else 0
+            left = 0.0 if found or not self._running else min(end, self._soonest())
+            left = max(left - time.monotonic(), 0.0)
             try:
-                call, value, error = (
-                    self._done.get(timeout=timeout) if timeout else (self._done.get_nowait())
+                call, value, fault, seconds = (
+                    self._done.get(timeout=left) if left else self._done.get_nowait()
                 )
             except queue.Empty:
                 found += self._late()
-                if found or not wait or not self._running:
+                if found or not self._running or time.monotonic() >= end:
                     return found
                 continue
             if not call.over:
                 call.over = True
                 self._running.remove(call)
-                self.failures += error is not None
-                found.append(Outcome(call.tag, value, error))
+                found.append(Outcome(call.tag, value, fault, seconds))
 
-    def _patience(self) -> float:
-        return max(min(c.deadline for c in self._running) - time.monotonic(), 1e-3)
+    def _soonest(self) -> float:
+        return min(call.start for call in self._running) + self._time_limit
 
     def _late(self) -> list[Outcome]:
         now = time.monotonic()
-        late = [call for call in self._running if call.deadline <= now]
+        late = [call for call in self._running if call.start + self._time_limit <= now]
         for call in late:
             call.over = True
             self._running.remove(call)
-        self.timeouts += len(late)
         self._start()
         text = f'environment took longer than {self._time_limit:g} s'
-        return [Outcome(call.tag, None, text) for call in late]
+        fault = Fault(Finish.ENV_LATE, text)
+        return [Outcome(call.tag, None, fault, now - call.start) for call in late]
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._workers:
             call = self._waiting.popleft()
-            call.deadline = time.monotonic() + self._time_limit
+            call.start = time.monotonic()
             self._running.append(call)
             threading.Thread(target=self._work, args=(call,), daemon=True).start()
 
     def _work(self, call: _Call) -> None:
+        began = time.monotonic()
         try:
-            value, error = call.run(), None
-        except BaseException as problem:  # whatever it raises ends its own row only
-            value, error = None, f'environment raised {type(problem).__name__}: {problem}'
-        self._done.put((call, value, error))
+            value, fault = call.run(), None
+        except Fault as error:
+            value, fault = None, error
+        except BaseException as error:  # whatever it raises ends its own row only
+            text = f'environment raised {type(error).__name__}: {error}'
+            value, fault = None, Fault(Finish.ENV_FAILED, text[:LONGEST])
+        self._done.put((call, value, fault, time.monotonic() - began))
 
 
-@dataclasses.dataclass
-class Calculator:
-    """A question with a calculator at hand, over any tokenizer with encode and decode.
+LONGEST = 200  # characters of what is said of a fault
 
-    A turn that ends in `=` asks the tool: the expression before it, of integers with + - and *, is
-    replaced by nothing and answered by its value. Any other turn is the answer: reward 1 where the
-    number it ends with is right, else 0, and the row is done. Sample with the id of `=` among
-    `stop_ids`.
 
-    Attributes:
-      tokenizer: text to ids and back.
-      question: text of the prompt.
-      answer: the right number.
-      turns: calls of the tool that are answered; the next one ends the row with reward 0.
+def checked_reply(value: Any, vocab_size: int, limit: int) -> Reply:
+    """What an environment answered, with plain numbers; Fault where it is no Reply, or too long.
+
+    Args:
+      value: as returned.
+      vocab_size: ids are below it.
+      limit: tokens of an observation.
     """
-
-    tokenizer: Any
-    question: str
-    answer: int
-    turns: int = 4
-
-    def reset(self) -> Sequence[int]:
-        """Ids of the question."""
-        return self.tokenizer.encode(self.question)
-
-    def step(self, tokens: Sequence[int]) -> Reply:
-        """A value for an expression, a reward for an answer."""
-        text = self.tokenizer.decode(tokens)
-        if not text.endswith('='):
-            found = re.search(r'-?\d+$', text)
-            return Reply(done=True, reward=float(bool(found) and int(found[0]) == self.answer))
-        self.turns -= 1
-        if self.turns < 0:
-            return Reply(done=True, reward=0.0)
-        value = evaluate(text[:-1])
-        return Reply(self.tokenizer.encode('' if value is None else str(value)))
+    if not isinstance(value, Reply):
+        raise _nonsense(f'returned {type(value).__name__}; legal is a Reply')
+    if not isinstance(value.done, bool | np.bool_):
+        raise _nonsense(f'gave done {reprlib.repr(value.done)}; legal is True or False')
+    reward = value.reward
+    try:
+        number = isinstance(reward, int | float | np.number) and not math.isinf(float(reward))
+    except OverflowError:
+        number = False
+    if not number:
+        raise _nonsense(f'gave reward {reprlib.repr(reward)}; legal is a number, NaN for none')
+    ids = () if value.done else checked_ids(value.tokens, vocab_size, limit)
+    return Reply(ids, bool(value.done), float(reward))
 
 
-def evaluate(text: str) -> int | None:
-    """Value of the expression of integers, + - and * that text ends with; None without one."""
-    found = re.search(r'-?\d+(?:[-+*]\d+)*$', text)
-    if not found:
-        return None
-    total = 0
-    for term in re.findall(r'[-+]?\d+(?:\*\d+)*', found[0]):
-        total += math.prod(int(factor) for factor in term.split('*'))
-    return total
+def checked_ids(value: Any, vocab_size: int, limit: int | None = None) -> tuple[int, ...]:
+    """Token ids that an environment gave; Fault where they are none, or more than `limit`."""
+    try:
+        if limit is not None and len(value) > limit:
+            text = f'environment gave {len(value)} tokens; legal is up to {limit}'
+            raise Fault(Finish.ENV_OVERFLOW, text)
+        ids = np.asarray(value)
+    except (TypeError, ValueError):
+        ids = np.zeros((0, 0))
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise _nonsense(f'gave {reprlib.repr(value)}; legal are token ids')
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise _nonsense(f'gave a token outside 0 to {vocab_size - 1}')
+    return tuple(int(i) for i in ids)
+
+
+def _nonsense(text: str) -> Fault:
+    return Fault(Finish.ENV_FAILED, f'environment {text}')

@@ -33,7 +33,10 @@ class Row:
       turn_start: place of the turn's first token.
       new_turn: the next token drawn begins a turn.
       thinking: its environment has the turn.
+      since: when it got it, by time.monotonic().
       observation: what the environment answered and is not fed yet.
+      turns: those that are over, and what the environment did.
+      place: of its cache, while the row is parked.
       state: of the constraint, where the row is out of a slot.
       reward: sum of the environment's rewards, NaN where it gave none.
       finish, error: how it ended, and what was wrong.
@@ -53,7 +56,10 @@ class Row:
     turn_start: int = 0
     new_turn: bool = True
     thinking: bool = False
+    since: float = 0.0
     observation: Any = None
+    turns: list[Any] = dataclasses.field(default_factory=list)
+    place: int | None = None
     state: Any = None
     reward: float = math.nan
     finish: int = Finish.RUNNING

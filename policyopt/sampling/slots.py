@@ -104,6 +104,29 @@ def prefill(model: Any, params: Any, tokens: Array, count: Array, routing: Array
     )
 
 
+@functools.partial(jax.jit, static_argnames=('bucket',), donate_argnames=('into',))
+def move(into: Any, cache: Any, source: Array, target: Array, *, bucket: int) -> Any:
+    """Copy rows of a cache into another, which is donated, bit for bit.
+
+    Args:
+      into, cache: two caches of one model and size.
+      source: [M] int32, rows of `cache`.
+      target: [M] int32, where they go; past the last row of `into` for those that only fill up the
+        shape.
+      bucket: tokens of a row to copy.
+    """
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[:, target, :bucket].set(new[:, source, :bucket], mode='drop')
+
+    return dataclasses.replace(
+        into,
+        k=put(into.k, cache.k),
+        v=put(into.v, cache.v),
+        length=into.length.at[target].set(cache.length[source], mode='drop'),
+    )
+
+
 @functools.partial(jax.jit, static_argnames=('static', 'impl'), donate_argnames=('cache',))
 def admit(
     cache: Any,

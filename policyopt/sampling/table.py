@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,10 @@ import numpy as np
 from policyopt import hosts
 from policyopt.sampling import slots as slots_lib
 from policyopt.sampling.config import EngineConfig, Finish, SamplingConfig
+from policyopt.sampling.parking import Lot
 from policyopt.sampling.rows import Buffers, Row, check_alike, empty_rules, stack_rows
 from policyopt.sampling.rules import Constraint, make_rules
+from policyopt.sampling.stats import Stats
 
 ADMITTED = 8  # rows of one prefill that are put into slots by one call, at most
 SHRINK = 4  # where few slots decode, only 1 / SHRINK of them take part, or 1 / SHRINK^2, ...
@@ -26,37 +29,6 @@ class Event(NamedTuple):
     slot: int
     finish: int
     fault: int
-
-
-@dataclasses.dataclass
-class Stats:
-    """What an engine did so far.
-
-    Attributes:
-      decode_slots: slots of all decode steps, busy or not.
-      decode_tokens: tokens that they drew; over decode_slots: the share of useful work.
-      prompt_tokens: tokens that rows had when they got a slot.
-      prefill_tokens: of them, those that went through the model; the rest was copied.
-      prefill_slots: the same with padding.
-      observed_tokens: observation tokens fed.
-      failures, timeouts: environment calls that raised, or were late.
-      errors: rows that ended in an error of any kind.
-    """
-
-    decode_slots: int = 0
-    decode_tokens: int = 0
-    prompt_tokens: int = 0
-    prefill_tokens: int = 0
-    prefill_slots: int = 0
-    observed_tokens: int = 0
-    failures: int = 0
-    timeouts: int = 0
-    errors: int = 0
-
-    @property
-    def useful(self) -> float:
-        """Share of decode slots that drew a token."""
-        return self.decode_tokens / max(self.decode_slots, 1)
 
 
 class Table:
@@ -85,6 +57,8 @@ class Table:
         self._slot_rules: Any = None  # until the first rows say which fields they set
         self._impl, self._key_shape = None, ()
         self._cache = slots_lib.empty(model, engine.slots, size)
+        places = engine.slots if engine.parked is None else engine.parked
+        self._lot = Lot(model, places, size, self.admitted, self._bucket)
         self._state = None if constraint is None else constraint.init(engine.slots)
         self._buffers: Any = None
 
@@ -129,6 +103,33 @@ class Table:
             row.state = hosts.fetch(jax.tree.map(lambda x: x[slot], self._state))
         self.rows[slot] = None
         return row
+
+    @property
+    def room(self) -> int:
+        """Rows that may be parked beside those that are."""
+        return self._lot.room
+
+    def park(self, slots: Sequence[int]) -> list[Row]:
+        """Take rows out of their slots with a copy of their cache; at most `room` rows."""
+        self._lot.park(self._cache, slots, [self.row(slot) for slot in slots])
+        self.stats.parked += len(slots)
+        return [self.take(slot) for slot in slots]
+
+    def unpark(self, rows: Sequence[Row]) -> None:
+        """Put parked rows into free slots, as they were."""
+        slots = self.free()[: len(rows)]
+        self._cache = self._lot.unpark(self._cache, slots, rows)
+        for slot, row in zip(slots, rows, strict=True):
+            self.rows[slot] = row
+            self._buffers.load(slot, row.data)
+            row.data = None
+            if self._state is not None:
+                put = functools.partial(_put_state, slot)
+                self._state = jax.tree.map(put, self._state, row.state)
+
+    def leave(self, row: Row) -> None:
+        """Free the place of a row that is parked."""
+        self._lot.leave(row)
 
     def prefill(self, params: Any, rows: Sequence[Row]) -> slots_lib.Prefix:
         """Run the tokens of rows of one `prefill_bucket`."""
@@ -205,6 +206,9 @@ class Table:
         self._buffers.write(records, columns, self.rows, version)
         drew = records.drew.sum(axis=0)
         self.stats.decode_slots += int(records.steps) * width
+        if slots is None:
+            waiting = sum(row is not None and row.thinking for row in self.rows)
+            self.stats.waiting_slots += int(records.steps) * waiting
         self.stats.decode_tokens += int(drew.sum())
         events = []
         for at, slot in enumerate(columns.tolist()):
@@ -219,15 +223,28 @@ class Table:
 
     def turn(self, slot: int) -> list[int]:
         """Tokens of the turn that a row is in."""
-        row = self.row(slot)
-        return self._buffers.tokens[slot, row.turn_start : row.length].tolist()
+        return self.turn_of(self.row(slot))
 
-    def reward(self, slot: int, reward: float) -> None:
+    def turn_of(self, row: Row) -> list[int]:
+        """The same of a row in a slot, or outside one."""
+        tokens = self._records(row)[0]
+        return [] if row.new_turn else tokens[row.turn_start : row.length].tolist()
+
+    def reward(self, row: Row, reward: float) -> None:
         """Record a turn's reward at its last token, and add it to the row's; NaN is none."""
-        row = self.row(slot)
         if not math.isnan(reward):
-            self._buffers.segment_rewards[slot, row.length - 1] = reward
+            self._records(row)[1][row.length - 1] = reward
             row.reward = reward + (0 if math.isnan(row.reward) else row.reward)
+
+    def _records(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and rewards of a row, in a slot or parked."""
+        if row.place is not None:
+            assert row.data is not None
+            tokens, rewards = row.data['tokens'], row.data['segment_rewards']
+            assert tokens is not None and rewards is not None
+            return tokens, rewards
+        slot = self.rows.index(row)
+        return self._buffers.tokens[slot], self._buffers.segment_rewards[slot]
 
     def observe(self, slot: int) -> np.ndarray:
         """Append a row's observation to its record: mask 0, a segment of its own.
@@ -356,6 +373,10 @@ class Table:
 
     def _bucket(self, longest: int) -> int:
         return _ladder(longest, self._engine.bucket, self._size)
+
+
+def _put_state(slot: int, into: Any, x: Any) -> Any:
+    return into.at[slot].set(x)
 
 
 def _stopped(events: Any) -> list[Event]:
