@@ -232,7 +232,7 @@ def test_the_config_says_what_its_docstring_does(task):
     [
         (dict(rollout__engine=None), 'config.rollout.engine.size is missing'),
         (dict(rollout__engine__size=None), 'config.rollout.engine.size is missing'),
-        (dict(rollout__engine__size=5), 'legal is above the longest prompt, 9 tokens'),
+        (dict(rollout__engine__size=5), 'legal is above the longest prompt, 6 tokens'),
         (dict(sampling__stop_ids=()), 'stop_ids is .*without ids that end turns'),
         (dict(task__environment='calculater'), 'Did you mean `calculator`'),
         (dict(task__kw=dict(call=3)), 'no argument `call`. Did you mean `calls`'),
