@@ -62,12 +62,12 @@ def get_config(argument=None):
     c.judge = dict(workers=0)  # a comparison of numbers, which needs no limits
     stops = data.ascii_tokenizer().encode('>') if chosen['task'] == 'calculator' else ()
     c.sampling = dict(max_new_tokens=task['drawn'], temperature=1.0, stop_ids=tuple(stops))
-    c.rollout = dict(prompts=16, group_size=8)
+    c.rollout = dict(prompts=32, group_size=8)
     # A quarter of the slots at the end of a turn stop decoding: their environments are quick.
     c.rollout.engine = dict(slots=128, refill=32, size=task['size'], chunk=8, workers=32)
-    c.steps = 50
-    c.minibatches = 2
-    c.optimizer = dict(learning_rate=5e-4, warmup_steps=10)
+    c.steps = 60
+    c.minibatches = 4
+    c.optimizer = dict(learning_rate=1e-3, warmup_steps=10)
     c.ema = 0.9
     c.evaluation = dict(every=10, batch=96, temperature=0.0, samples=6)
     c.checkpoint = dict(every=20, keep=2)

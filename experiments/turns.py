@@ -27,7 +27,7 @@ from policyopt.workdir import RECORDS
 
 TASKS = flags.DEFINE_list('tasks', ['guessing', 'calculator'], 'Tasks of configs/turns.py.')
 SEEDS = flags.DEFINE_integer('seeds', 2, 'Number of seeds, from 0.', lower_bound=1)
-STEPS = flags.DEFINE_integer('steps', 50, 'RL steps.', lower_bound=10)
+STEPS = flags.DEFINE_integer('steps', 60, 'RL steps.', lower_bound=10)
 FOLDER = flags.DEFINE_string('folder', 'runs/turns', 'Folder for the runs.')
 OUTPUT = flags.DEFINE_string('output', 'docs/figures/turns.png', 'Where the figure goes.')
 

@@ -215,22 +215,13 @@ PANELS = (
             ('truncated', 'cut off at the limit'),
             ('rollout/not_judged', 'without reward'),
             ('rollout/not_sampled', 'not sampled'),
+            *((f'turns/{kind}', f'environment: {kind}') for kind in ('failed', 'late', 'overflow')),
             ('skipped', 'updates skipped'),
         ),
         zero=True,
     ),
     Panel('Turns of a row', 'turns', _of(('turns/mean', 'mean'), ('turns/max', 'most')), zero=True),
     Panel('Reward of turns', 'reward', _turn_rewards),
-    Panel(
-        'Environments that failed',
-        'share of rows',
-        _of(
-            ('turns/failed', 'raised, or no answer'),
-            ('turns/late', 'too late'),
-            ('turns/overflow', 'too many tokens'),
-        ),
-        zero=True,
-    ),
     Panel('Slots with turns', 'share', _slots, zero=True),
     Panel('Critic', 'explained variance', _of(('value/explained_variance', 'explained'))),
     Panel(
