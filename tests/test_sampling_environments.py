@@ -133,7 +133,9 @@ def test_failures_of_an_environment_end_its_own_row():
     finish = {Finish.ENV_LATE: (1, 7), Finish.DONE: (2,), Finish.ENV_OVERFLOW: (12, 13)}
     for i, row in enumerate(rows):
         assert row.finish == next((f for f, at in finish.items() if i in at), Finish.ENV_FAILED)
-        assert not row.turns or row.turns[-1][-3:-1] == (row.finish, row.error)
+        if row.turns:
+            last = row.turns[-1]
+            assert (last.finish, last.error, last.asked) == (row.finish, row.error, True)
     assert answers(rows)[0] == [4, 5, 6]  # what it drew before is kept
     assert [t[:4] for t in rows[2].turns] == [
         ((5, 6), (9,), pytest.approx(np.nan, nan_ok=True), Finish.RUNNING),
