@@ -142,6 +142,8 @@ def make_draw(
 
         def add(start: int, rows: Sequence[int], cases: Sequence[Case]) -> None:
             judging.add([start + i for i in rows], cases)
+            if config.steps is None:
+                return
             for i, case in zip(rows, cases, strict=True):
                 ends[start + i] = [step.end for step in case.example.get(STEPS, ())]
 
