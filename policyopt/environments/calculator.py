@@ -98,13 +98,13 @@ def calculator(digits: int = 2, calls: int = 4) -> Scenario:
             steps = ways(question)
             answer = evaluate(steps[-1])
             if answer >= 0:
-                yield Problem(question, str(answer), {'calls': steps})
+                yield Problem(question, str(answer), {'way': steps})
 
     def environment(tokenizer: Any, example: Mapping[str, Any]) -> Calculator:
-        return Calculator(tokenizer, example['question'], example['calls'], calls)
+        return Calculator(tokenizer, example['question'], example['way'], calls)
 
     def expert(example: Mapping[str, Any]) -> Callable[[str], str]:
-        turns = [f'{OPEN}{step}{CLOSE}' for step in example['calls']] + [example['answer']]
+        turns = [f'{OPEN}{step}{CLOSE}' for step in example['way']] + [example['answer']]
         return lambda seen: turns.pop(0)
 
     return Scenario(problems, environment, expert, stops=CLOSE)
