@@ -10,7 +10,8 @@ A row is a JSON object. P is the number of prompt tokens, N that of the tokens a
     logprobs        [N] log-probs (nats) under the distribution sampled from, 0 off the mask
     reward          number, null for none
     group           answers to the same problem have the same
-    finish          'eos', 'stop', 'length', 'done' (by the environment) or 'error'
+    finish          'eos', 'stop', 'length', 'done' (by the environment), 'error' or, of a failed
+                    environment, 'env_failed', 'env_late', 'env_overflow'
     version         [N] or a number: parameters that drew each token, -1 for none
     routed_experts  [P + N - 1, layers, top_k]: experts of every token that was fed, prompt included
     kept_ids        ids that truncation kept, of one answer token after the other (CSR)

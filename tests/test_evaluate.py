@@ -159,7 +159,7 @@ def test_votes_of_answers_that_hang_the_judge_end():
 def test_samples_as_lines(tmp_path):
     found = draw(count=2, samples=2)
     found = found._replace(marks=np.array([[1, 0], [np.nan, 0]], np.float32))
-    answers.write_samples(tmp_path / 'samples.jsonl', items(2), found, [[0, 1], [0, 0]])
+    answers.write_samples(tmp_path / 'samples.jsonl', items(2), found, [[0, 1], [0, 0]], TOKENIZER)
     lines = [json.loads(line) for line in (tmp_path / 'samples.jsonl').open()]
     assert [(x['problem'], x['sample'], x['correct'], x['vote']) for x in lines] == [
         (0, 0, True, 0),
