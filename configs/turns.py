@@ -10,9 +10,18 @@ from ml_collections import ConfigDict
 from policyopt import data, settings
 
 TASKS = {
-    # settings, prompt, longest row, tokens drawn of it
-    'calculator': dict(kw=dict(digits=1), prompt=6, size=32, drawn=20),
-    'guessing': dict(kw=dict(smallest=12, largest=15), prompt=8, size=56, drawn=20),
+    # settings, prompt, longest row, tokens drawn of it, end of the warm start, learning rate
+    'calculator': dict(
+        kw=dict(digits=1), prompt=6, size=32, drawn=20, accuracy=(0.7, 0.9), rate=3e-4
+    ),
+    'guessing': dict(
+        kw=dict(smallest=12, largest=15),
+        prompt=8,
+        size=56,
+        drawn=20,
+        accuracy=(0.3, 0.6),
+        rate=1e-3,
+    ),
 }
 ALGORITHMS = ('gspo_token', 'grpo')
 
@@ -50,7 +59,7 @@ def get_config(argument=None):
         batch=128,
         max_steps=3000,
         every=20,
-        accuracy=(0.3, 0.6),
+        accuracy=task['accuracy'],
         optimizer=dict(learning_rate=3e-3, warmup_steps=20),
     )
 
@@ -67,7 +76,7 @@ def get_config(argument=None):
     c.rollout.engine = dict(slots=128, refill=32, size=task['size'], chunk=8, workers=32)
     c.steps = 60
     c.minibatches = 4
-    c.optimizer = dict(learning_rate=1e-3, warmup_steps=10)
+    c.optimizer = dict(learning_rate=task['rate'], warmup_steps=10)
     c.ema = 0.9
     c.evaluation = dict(every=10, batch=96, temperature=0.0, samples=6)
     c.checkpoint = dict(every=20, keep=2)
