@@ -1,6 +1,6 @@
 """Turn-level GSPO-token against outcome-only GRPO, on two tasks of several turns.
 
-    python -m experiments.turns --seeds=2 --folder=runs/turns
+    python -m experiments.turns --seeds=3 --folder=runs/turns
 
 Runs configs/turns.py for both tasks, both algorithms and each seed, one after another. The two
 algorithms of a seed go on from one warm start. What is complete is not run again. Draws
@@ -26,7 +26,7 @@ from policyopt import metrics, recipe, reinforce, report, runs, stopping, train,
 from policyopt.workdir import RECORDS
 
 TASKS = flags.DEFINE_list('tasks', ['guessing', 'calculator'], 'Tasks of configs/turns.py.')
-SEEDS = flags.DEFINE_integer('seeds', 2, 'Number of seeds, from 0.', lower_bound=1)
+SEEDS = flags.DEFINE_integer('seeds', 1, 'Number of seeds, from 0.', lower_bound=1)
 STEPS = flags.DEFINE_integer('steps', 60, 'RL steps.', lower_bound=10)
 FOLDER = flags.DEFINE_string('folder', 'runs/turns', 'Folder for the runs.')
 OUTPUT = flags.DEFINE_string('output', 'docs/figures/turns.png', 'Where the figure goes.')
