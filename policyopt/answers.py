@@ -39,23 +39,23 @@ class Answers(NamedTuple):
 
     Attributes:
       texts: P lists of n texts.
-      ids: P lists of n lists of ids, end of sequence included.
       tokens: [P,n] int, tokens of each answer, its end of sequence included.
       finish: [P,n] int, `sampling.Finish`: why it ended.
-      rewards: [P,n] float32, NaN where the judge failed.
       marks: [P,n] float32, 1 right, 0 wrong, NaN where the judge failed.
       seconds: that drawing took, compilation included.
       turns: P lists of n rows of turns; [] for rows without an environment.
+      ids: P lists of n lists of ids, end of sequence included.
+      rewards: [P,n] float32, NaN where the judge failed.
     """
 
     texts: list[list[str]]
-    ids: list[list[list[int]]]
     tokens: np.ndarray
     finish: np.ndarray
-    rewards: np.ndarray
     marks: np.ndarray
     seconds: float
     turns: list[list[list[Turn]]] = []  # noqa: RUF012
+    ids: Sequence[Sequence[list[int]]] = ()
+    rewards: Any = None
 
     @property
     def correct(self) -> np.ndarray:

@@ -124,7 +124,7 @@ def votes(reward, *rows, entry=None):
     made = [data.Item('', (), '7', entry or dict(answer='7')) for _ in rows]
     texts = [[text for text, _ in row] for row in rows]
     marks = np.array([[mark for _, mark in row] for row in rows], np.float32)
-    found = answers.Answers(texts, [], marks, marks, marks, marks, 0.0)
+    found = answers.Answers(texts, marks, marks, marks, 0.0)
     return answers.vote_classes(made, found, rewards.Local(reward))
 
 
@@ -150,7 +150,7 @@ def test_votes_of_answers_that_hang_the_judge_end():
     row += [(r'\boxed{9^{9^{9^9}}}', 0), (r'\boxed{3}', 0)]
     judge = rewards.Workers(rewards.Spec('math_equivalence'), 1, deadline=1.0)
     texts, marks = zip(*row, strict=True)
-    found = answers.Answers([list(texts)], [], *[np.array([marks])] * 4, 0.0)
+    found = answers.Answers([list(texts)], *[np.array([marks])] * 3, 0.0)
     made = [data.Item('', (), '1/2', dict(answer='1/2'))]
     with judge:
         assert answers.vote_classes(made, found, judge) == [[0, 0, 1, 2, 3]]
