@@ -31,6 +31,7 @@ from policyopt import (
 )
 from policyopt import loop as loop_lib
 from policyopt import workdir as workdir_lib
+from policyopt.state import TrainState
 from policyopt.workdir import WorkdirError
 from tests.events import events_of
 from tests.learning import random_batch
@@ -330,13 +331,17 @@ def loop_of(tmp_path, **changes):
     return setup, loop
 
 
+# A state of no parameter.
+NOTHING = TrainState(params={}, opt_state={}, controllers={}, step=np.int32(0), key=None)
+
+
 @pytest.mark.fault
 def test_too_many_skipped_updates_end_the_run_with_the_batch_saved(tmp_path):
     setup, loop = loop_of(tmp_path, max_skipped=3, checkpoint=dict(every=1))
     parts = [random_batch(0), random_batch(1)]
     parts[1].advantages[:] = np.nan
     logp = [np.zeros_like(part.logp_old) for part in parts]
-    point = loop_lib.Point(None, None, 5, 1, None, 0)
+    point = loop_lib.Point(NOTHING, None, 5, 1, None, 0)
     state = types.SimpleNamespace(params={'w': np.ones(3, np.float32)})
     done = reinforce.Step(state, {}, {}, parts, logp, [True, False], {'kl': np.float32(0.5)})
     point = point._replace(skipped=reinforce.count_skipped(setup, loop, point, done))
@@ -401,14 +406,14 @@ def test_checkpoints_are_due(tmp_path):
     setup, loop = loop_of(tmp_path, steps=8, checkpoint=dict(every=3))
     wanted = loop._replace(save_batches=(3, 8), checkpoints=Recorder())
     for step in range(1, 9):
-        reinforce.save_if_due(setup, wanted, loop_lib.Point(None, None, step, 0, None, 0))
+        reinforce.save_if_due(setup, wanted, loop_lib.Point(NOTHING, None, step, 0, None, 0))
     assert wanted.checkpoints.steps() == [2, 3, 6, 7, 8]
     for step in range(1, 9):
-        reinforce.save_if_due(setup, loop, loop_lib.Point(None, None, step, 0, None, 0))
+        reinforce.save_if_due(setup, loop, loop_lib.Point(NOTHING, None, step, 0, None, 0))
     assert loop.checkpoints.steps() == [3, 6, 8]
     loop.stop.asked = True
     with pytest.raises(SystemExit) as error:
-        reinforce.save_if_due(setup, loop, loop_lib.Point(None, None, 4, 0, None, 0))
+        reinforce.save_if_due(setup, loop, loop_lib.Point(NOTHING, None, 4, 0, None, 0))
     assert error.value.code == 0 and loop.checkpoints.steps()[-1] == 4
 
 
@@ -454,7 +459,7 @@ def test_only_pages_that_a_checkpoint_may_need_are_kept(tmp_path):
     loop = loop._replace(ledger=rewards.Ledger(tmp_path))
     for step in range(1, 9):
         loop.page('rl', step, step).write({(0, 0): (1, rewards.Verdict(1.0))})
-        reinforce.save_if_due(setup, loop, loop_lib.Point(None, None, step, 0, None, 0))
+        reinforce.save_if_due(setup, loop, loop_lib.Point(NOTHING, None, step, 0, None, 0))
     left = sorted(int(p.name[:6]) for p in (tmp_path / 'verdicts').iterdir())
     assert left == [3, 4, 5, 6, 7, 8] and loop.checkpoints.steps() == [3, 6, 8]
 
