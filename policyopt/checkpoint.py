@@ -279,6 +279,11 @@ class Checkpoints:
                 self._check(step, meta, lambda text: None)
                 train, reference = self._arrays(step, meta, like)
             except _Damaged as error:
+                if hosts.several():  # others may have read it: they would not follow to another
+                    raise CheckpointError(
+                        f'the checkpoint of step {step} in {self.folder} is not usable: {error}. '
+                        'One process alone, without --multihost, moves it aside'
+                    ) from error
                 bad.append((step, str(error)))
                 print(f'the checkpoint of step {step} is not usable: {error}', flush=True)
                 continue
@@ -350,7 +355,7 @@ class Checkpoints:
 
     def _set_aside(self, steps: list[int]) -> None:
         """Move checkpoints out of the way of those to come."""
-        for step in steps if hosts.first() else ():
+        for step in steps:
             number = 0
             while (aside := self.workdir / DAMAGED / f'{step}-{number}').exists():
                 number += 1
@@ -358,7 +363,6 @@ class Checkpoints:
                 aside.parent.mkdir(exist_ok=True)
                 shutil.move(self.folder / str(step), aside)
             print(f'moved it to {aside}', flush=True)
-        hosts.exchange(None)  # nobody looks before they are moved
         if steps:
             self._manager.reload()
 

@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ _PATIENCE: dict[str, Any] = {'heartbeat_timeout_seconds': LOST, 'shutdown_timeou
 
 
 class HostError(RuntimeError):
-    """The first process could not go on; the message is its own."""
+    """The first process could not go on, or processes differ; the message says why."""
 
 
 def join(where: str) -> None:
@@ -44,14 +44,15 @@ def join(where: str) -> None:
             jax.distributed.initialize(**_PATIENCE)
         except (ValueError, RuntimeError) as error:
             raise ValueError(
-                f"--multihost is 'auto', but jax finds no cluster here ({error}); legal is "
-                'HOST:PORT,COUNT,INDEX, or no --multihost for one process'
+                f"--multihost is 'auto', but jax finds no cluster here, or not all of it "
+                f'({error}); legal is HOST:PORT,COUNT,INDEX, or no --multihost for one process'
             ) from error
         return
     address, *numbers = where.split(',')
     try:
         count, index = map(int, numbers)
-        if not address.rpartition(':')[2].isdigit():
+        name, _, port = address.rpartition(':')
+        if not name or not port.isdigit():
             raise ValueError(address)
     except ValueError:
         raise ValueError(
@@ -163,6 +164,17 @@ def leave(why: str) -> NoReturn:
     print(why, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
+
+
+def check_alike(values: Mapping[str, Any]) -> None:
+    """Raise HostError, naming the field, where processes have not been started alike."""
+    for index, other in enumerate(exchange({name: str(value) for name, value in values.items()})):
+        for name, value in values.items():
+            if other.get(name) != str(value):
+                raise HostError(
+                    f'{name} is {value} in process {jax.process_index()} and {other.get(name)} in '
+                    f'process {index}; all have to run the same command on the same files'
+                )
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ then that of the model and the tokens.
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import math
 import os
+import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,13 +38,14 @@ import numpy as np
 
 from policyopt import batches, checks, hosts
 from policyopt.disk import whole
+from policyopt.packing import packed, unpacked
 from policyopt.sampling import Finish
 from policyopt.types import Rollout, TokenBatch
 
 REQUIRED = ('prompt_ids', 'ids', 'logprobs', 'reward', 'group', 'finish')
 OPTIONAL = ('mask', 'version', 'routed_experts', 'kept_ids', 'kept_offsets')
 SUFFIXES = ('.jsonl', '.array_record')
-_PACKED = 16  # numbers from which an array is written as base64
+_INT32 = 2**31 - 1
 
 
 class InterchangeError(ValueError):
@@ -119,7 +120,8 @@ def to_rollout(
     width = longest if width is None else width
     if longest > width:
         raise InterchangeError(f'{name}: a row has {longest} tokens; legal is up to {width}')
-    return _stacked(read, width)
+    few = config.moe is not None and config.moe.experts <= 128
+    return _stacked(read, width, np.int8 if few else np.int16)
 
 
 class _Row:
@@ -139,7 +141,10 @@ class _Row:
         self.answer = self._ids('ids', vocab)
         self.start, count = len(self.prompt), len(self.answer)
         self.length = self.start + count
-        self.mask = self._numbers('mask', np.ones(count), count) != 0
+        mask = self._numbers('mask', np.ones(count), count)
+        if not np.isin(mask, (0, 1)).all():
+            self._wrong('mask', f'{mask.min()} to {mask.max()}', '0 or 1 for each of ids')
+        self.mask = mask == 1
         if not self.mask.any():
             self._wrong('mask', 'all 0', 'one token of the policy or more')
         logp = self._numbers('logprobs', None, count).astype(np.float32)
@@ -147,8 +152,9 @@ class _Row:
         if not (np.isfinite(self.logp) & (self.logp <= 1e-4)).all():
             self._wrong('logprobs', 'not finite or above 0', 'finite numbers up to 0')
         self.version = self._version(count)
-        self.reward = math.nan if row['reward'] is None else float(row['reward'])
-        self.group = int(row['group'])
+        self.reward, self.group = self._reward(row['reward']), row['group']
+        if type(self.group) is not int or not 0 <= self.group <= _INT32:
+            self._wrong('group', reprlib.repr(self.group), f'a number from 0 to {_INT32}')
         names = [f.name.lower() for f in Finish if f != Finish.RUNNING]
         if row['finish'] not in names:
             self._wrong('finish', repr(row['finish']), ', '.join(names))
@@ -166,10 +172,24 @@ class _Row:
             self._wrong(field, f'no array ({error})', 'numbers, or base64 with dtype and shape')
         return array
 
+    def _reward(self, value: Any) -> float:
+        if value is None:
+            return math.nan
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not abs(value) <= np.finfo(np.float32).max:
+            self._wrong('reward', reprlib.repr(value), 'a finite number, or null for none')
+        return float(value)
+
+    def _integers(self, field: str, shape: Sequence[int] | None = None) -> np.ndarray:
+        array = self._array(field, shape)
+        if array.size and array.dtype.kind not in 'iu':
+            self._wrong(field, f'of {array.dtype}', 'whole numbers')
+        return array.astype(np.int64)
+
     def _ids(self, field: str, vocab: int) -> np.ndarray:
-        ids = self._array(field)
-        if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
-            self._wrong(field, f'{ids.dtype} {ids.shape}', 'one token id or more')
+        ids = self._integers(field)
+        if ids.ndim != 1 or not len(ids):
+            self._wrong(field, f'of shape {ids.shape}', 'one token id or more')
         if ids.min() < 0 or ids.max() >= vocab:
             self._wrong(field, f'{ids.min()} to {ids.max()}', f'ids from 0 to {vocab - 1}')
         return ids.astype(np.int32)
@@ -187,9 +207,14 @@ class _Row:
 
     def _version(self, count: int) -> np.ndarray:
         value = self._row.get('version')
-        if value is None or isinstance(value, int):
-            return np.where(self.mask, -1 if value is None else value, -1).astype(np.int32)
-        return self._numbers('version', None, count).astype(np.int32)
+        each = np.full(count, -1)
+        if type(value) is int:
+            each[:] = value
+        elif value is not None:
+            each = self._integers('version')
+        if each.shape != (count,) or each.min() < -1 or each.max() > _INT32:
+            self._wrong('version', reprlib.repr(value), f'-1 to {_INT32}, one or as many as ids')
+        return np.where(self.mask, each, -1).astype(np.int32)
 
     def _routing(self, config: Any) -> np.ndarray | None:
         if self._row.get('routed_experts') is None:
@@ -197,7 +222,7 @@ class _Row:
         if config.moe is None:
             return self._wrong('routed_experts', 'given', 'none: the model is dense')
         fed, layers, top_k = self.length - 1, config.kinds.count('moe'), config.moe.top_k
-        array = self._array('routed_experts', (-1, layers, top_k))
+        array = self._integers('routed_experts', (-1, layers, top_k))
         if array.ndim != 3 or array.shape[1:] != (layers, top_k):
             self._wrong(
                 'routed_experts',
@@ -227,8 +252,10 @@ class _Row:
             self._wrong('kept_ids', 'given without kept_offsets, or these alone', 'both or none')
         if self._row.get('kept_ids') is None:
             return None
-        ids, offsets = self._array('kept_ids').astype(np.int64), self._array('kept_offsets')
+        ids, offsets = self._integers('kept_ids'), self._integers('kept_offsets')
         count = len(self.answer)
+        if ids.ndim != 1:
+            self._wrong('kept_ids', f'of shape {ids.shape}', '[M], all sets in a row')
         if offsets.shape != (count + 1,):
             self._wrong('kept_offsets', f'of shape {offsets.shape}', f'({count + 1},), N + 1')
         sizes = np.diff(offsets)
@@ -253,7 +280,7 @@ class _Row:
         return np.where(self.mask[:, None], kept, -1)
 
 
-def _stacked(rows: Sequence[_Row], width: int) -> Rollout:
+def _stacked(rows: Sequence[_Row], width: int, experts: Any) -> Rollout:
     def stack(fill: float, dtype: Any, parts: Iterable[tuple[int, Any]], tail: Any = ()) -> Any:
         out = np.full((len(rows), width, *tail), fill, dtype)
         for b, (start, part) in enumerate(parts):
@@ -265,8 +292,7 @@ def _stacked(rows: Sequence[_Row], width: int) -> Rollout:
 
     routing, support, first = None, None, rows[0]
     if first.routing is not None:
-        wide = np.int8 if max(int(row.routing.max()) for row in rows) < 128 else np.int16  # type: ignore[union-attr]
-        routing = stack(-1, wide, ((0, row.routing) for row in rows), first.routing.shape[1:])
+        routing = stack(-1, experts, ((0, row.routing) for row in rows), first.routing.shape[1:])
     if first.kept is not None:
         most = max(row.kept.shape[1] for row in rows)  # type: ignore[union-attr]
         support = answers('kept', -1, np.int32, (most,))
@@ -289,38 +315,6 @@ def _stacked(rows: Sequence[_Row], width: int) -> Rollout:
 
 
 # ============================================================================ files
-
-
-def packed(value: Any) -> Any:
-    """A JSON value of an array: a list, or base64 with dtype and shape where it is long."""
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.size < _PACKED:
-        return value.tolist()
-    data = np.ascontiguousarray(value.astype(value.dtype.newbyteorder('<')))
-    text = base64.b64encode(data.tobytes()).decode()
-    return {'dtype': value.dtype.name, 'shape': list(value.shape), 'base64': text}
-
-
-def unpacked(value: Any, shape: Sequence[int] | None = None) -> np.ndarray:
-    """The array of a JSON value; `shape` is that of bare base64 text, of int32.
-
-    Raises ValueError, TypeError or KeyError for anything else.
-    """
-    if isinstance(value, str):
-        if shape is None:
-            raise ValueError('text')
-        value = {'dtype': 'int32', 'shape': shape, 'base64': value}
-    if isinstance(value, Mapping):
-        dtype = np.dtype(value['dtype']).newbyteorder('<')
-        if dtype.kind not in 'biuf':
-            raise ValueError(f'dtype {value["dtype"]}')
-        data = np.frombuffer(base64.b64decode(value['base64'], validate=True), dtype)
-        return data.reshape(value['shape']).astype(dtype.newbyteorder('='))
-    array = np.asarray(value)
-    if array.dtype.kind not in 'biuf':
-        raise ValueError(f'{array.dtype} values')
-    return array
 
 
 def write(path: str | os.PathLike, rows: Iterable[Mapping[str, Any]]) -> int:
@@ -407,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             rows = read(options.source)
         count = write(options.target, rows)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f'error: {error}', file=sys.stderr)
         return 2
     print(f'{options.target}: {count} rows')

@@ -159,9 +159,7 @@ def resume(setup: Setup, loop: Loop) -> Point:
     saved = loop.checkpoints.restore(lambda: (kept(point.state), held))
     progress = saved.progress
     base.check_base(loop.workdir, progress.notes, point.base)
-    if hosts.first():
-        workdir_lib.cut(loop.records, progress.records)
-        workdir_lib.cut(loop.samples, progress.notes.get('samples', 0))
+    hosts.by_first(lambda: _cut(loop, progress))
     loop.source.set_state(progress.source)  # type: ignore[attr-defined]
     reference = point.reference and dataclasses.replace(point.reference, params=saved.reference)
     params = merged(point.state.params, saved.train.params)
@@ -171,3 +169,9 @@ def resume(setup: Setup, loop: Loop) -> Point:
     print(f'resumed after RL step {progress.step} of {setup.config.steps}', flush=True)
     warm_steps = progress.notes['warm_steps']
     return Point(state, reference, progress.step, progress.skipped, before, warm_steps, point.base)
+
+
+def _cut(loop: Loop, progress: Progress) -> None:
+    """Cut the files of results to what a checkpoint knows of."""
+    workdir_lib.cut(loop.records, progress.records)
+    workdir_lib.cut(loop.samples, progress.notes.get('samples', 0))

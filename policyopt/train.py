@@ -37,6 +37,7 @@ from policyopt import (
     reinforce,
     report,
     reward_training,
+    settings,
     sharding,
     stopping,
     warm_start,
@@ -172,6 +173,7 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
     if watch.profile and watch.profile[1] > setup.config.steps:
         first, last = watch.profile
         raise ValueError(f'--profile is {first}:{last}; config.steps is {setup.config.steps}')
+    hosts.check_alike({**settings.flat(setup.config), **setup.task.origins, **watch._asdict()})
     c, lock = setup.config, contextlib.ExitStack()
     text = json.dumps(dict(config), indent=2, default=str) + '\n'
 
@@ -194,7 +196,7 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
                 checkpoints = Checkpoints(workdir, c.checkpoint.keep, c, also, origins)
             if resumed:
                 assert checkpoints is not None
-                checkpoints.check()
+                hosts.by_first(checkpoints.check)
                 hosts.by_first(lambda: workdir_lib.write_settings(workdir, text))
     except BaseException:
         lock.close()
@@ -233,7 +235,7 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
     point = loop_lib.resume(setup, loop) if job.resumed else None
     if job.resumed:
         reward_training.give(setup, workdir)
-    with writers.Follower(watch.writers, workdir, job.config):
+    with writers.Follower(watch.writers if hosts.first() else (), workdir, job.config):
         point = point or from_the_start(setup, loop)
         before, warm_steps = point.before, point.warm_steps
         params = reinforce.reinforce(setup, loop, point)
@@ -356,7 +358,7 @@ def main(argv: list[str]) -> None:
         steps = steps_of(_SAVE_BATCHES.value)
         watch = Watch(writers.check(_WRITERS.value), profile, steps, command())
         job = start(_CONFIG.value.to_dict(), workdir, watch)
-    except CheckpointError as error:  # may have a line for each field
+    except (CheckpointError, hosts.HostError) as error:  # may have a line for each field
         raise SystemExit(f'{type(error).__name__}: {error}') from error
     except (ValueError, TypeError, OSError) as error:  # of the settings: no traceback needed
         text = ' '.join(str(error).split())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import policyopt as po
-from policyopt import interchange, learner, models, rollout, scoring
+from policyopt import interchange, learner, models, packing, rollout, scoring
 from policyopt.sampling import SamplingConfig, sample
 from policyopt.types import Estimates
 from tests.learning import none
@@ -46,7 +46,7 @@ def drawn(params):
 def row(drawn):
     """The row of the longest prompt, as JSON has it."""
     rows = list(interchange.to_rows(drawn))
-    return json.loads(json.dumps({k: interchange.packed(v) for k, v in rows[2].items()}))
+    return json.loads(json.dumps({k: packing.packed(v) for k, v in rows[2].items()}))
 
 
 FIELDS = ('tokens', 'mask', 'length', 'prompt_length', 'rewards', 'group', 'logp_behavior')
@@ -90,7 +90,7 @@ def test_a_rollout_from_elsewhere_trains_with_replay(drawn, params, tmp_path):
 
 
 def test_bare_base64_is_what_serving_engines_return(row, drawn):
-    experts = interchange.unpacked(row['routed_experts']).astype('<i4')
+    experts = packing.unpacked(row['routed_experts']).astype('<i4')
     bare = base64.b64encode(experts.tobytes()).decode()
     again = interchange.to_rollout([{**row, 'routed_experts': bare}], CONFIG)
     np.testing.assert_array_equal(again.routing[0], drawn.routing[2][: again.tokens.shape[1]])
@@ -98,13 +98,13 @@ def test_bare_base64_is_what_serving_engines_return(row, drawn):
 
 def test_observations_are_off_the_mask(row):
     """Their log-probs and kept sets do not count, and may be empty."""
-    count = len(interchange.unpacked(row['ids']))
+    count = len(packing.unpacked(row['ids']))
     mask = [1] + [0] * (count - 1)
-    kept, offsets = [interchange.unpacked(row[f'kept_{n}']) for n in ('ids', 'offsets')]
+    kept, offsets = [packing.unpacked(row[f'kept_{n}']) for n in ('ids', 'offsets')]
     changed = {
         **row,
         'mask': mask,
-        'logprobs': [interchange.unpacked(row['logprobs'])[0], *[math.nan] * (count - 1)],
+        'logprobs': [packing.unpacked(row['logprobs'])[0], *[math.nan] * (count - 1)],
         'kept_ids': kept[: offsets[1]],
         'kept_offsets': [0] + [int(offsets[1])] * count,
     }
@@ -115,20 +115,38 @@ def test_observations_are_off_the_mask(row):
 
 
 def experts(row, change):
-    return {'routed_experts': change(interchange.unpacked(row['routed_experts']))}
+    return {'routed_experts': change(packing.unpacked(row['routed_experts']))}
 
 
 WRONG = {
+    'no number': (lambda r: {'reward': 'n/a'}, "reward is 'n/a'; legal is a finite number"),
+    'infinite reward': (lambda r: {'reward': math.inf}, 'reward is inf'),
+    'text as group': (lambda r: {'group': 'a'}, "group is 'a'; legal is a number from 0"),
+    'part of a group': (lambda r: {'group': 1.5}, 'group is 1.5'),
+    'half a mask': (lambda r: {'mask': [0.5] * 5}, 'mask is 0.5 to 0.5; legal is 0 or 1'),
+    'wide version': (lambda r: {'version': 2**40}, 'version is 1099511627776; legal is -1 to'),
+    'part of an expert': (lambda r: experts(r, lambda x: x + 0.5), 'routed_experts is of float64'),
+    'part of an id': (lambda r: {'kept_ids': [1.5]}, 'kept_ids is of float64; legal is whole'),
+    'unsigned offsets': (
+        lambda r: {
+            'kept_offsets': {
+                'dtype': 'uint32',
+                'shape': [6],
+                'base64': base64.b64encode(np.array([0, 5, 2, 3, 4, 15], '<u4').tobytes()).decode(),
+            }
+        },
+        'kept_offsets is 0 ... 15',
+    ),
     'unknown': (lambda r: {'log_probs': []}, "'log_probs' is unknown.*`logprobs`"),
     'missing': (lambda r: {'group': ...}, "'group' is missing"),
     'vocabulary': (lambda r: {'ids': [0, CONFIG.vocab_size]}, f'0 to {CONFIG.vocab_size - 1}'),
     'no answer': (lambda r: {'ids': []}, 'one token id or more'),
     'prompt in logprobs': (
-        lambda r: {'logprobs': [0.0] * 4 + list(interchange.unpacked(r['logprobs']))},
+        lambda r: {'logprobs': [0.0] * 4 + list(packing.unpacked(r['logprobs']))},
         'one for each of ids: these cover the prompt, too',
     ),
     'positive logprobs': (
-        lambda r: {'logprobs': -interchange.unpacked(r['logprobs']) + 1},
+        lambda r: {'logprobs': -packing.unpacked(r['logprobs']) + 1},
         'logprobs is not finite or above 0',
     ),
     'finish': (lambda r: {'finish': 'stopped'}, "finish is 'stopped'; legal is .*eos.*length"),
@@ -147,19 +165,19 @@ WRONG = {
     'twice': (lambda r: experts(r, lambda x: x * 0), 'an expert twice'),
     'no dtype': (lambda r: {'routed_experts': {'shape': [1]}}, 'base64 with dtype and shape'),
     'offsets': (
-        lambda r: {'kept_offsets': interchange.unpacked(r['kept_offsets'])[:-1]},
+        lambda r: {'kept_offsets': packing.unpacked(r['kept_offsets'])[:-1]},
         'kept_offsets is of shape',
     ),
     'offsets end': (
-        lambda r: {'kept_ids': interchange.unpacked(r['kept_ids'])[:-1]},
+        lambda r: {'kept_ids': packing.unpacked(r['kept_ids'])[:-1]},
         'increasing from 0 to',
     ),
     'shifted by one': (
-        lambda r: {'kept_ids': np.roll(interchange.unpacked(r['kept_ids']), 3)},
+        lambda r: {'kept_ids': np.roll(packing.unpacked(r['kept_ids']), 3)},
         r'without the token drawn at token \d',
     ),
     'offsets alone': (lambda r: {'kept_ids': None}, 'both or none'),
-    'all masked': (lambda r: {'mask': [0] * len(interchange.unpacked(r['ids']))}, 'mask is all 0'),
+    'all masked': (lambda r: {'mask': [0] * len(packing.unpacked(r['ids']))}, 'mask is all 0'),
 }
 
 

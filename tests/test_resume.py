@@ -586,13 +586,21 @@ STAGES = {
 }
 
 
+@pytest.fixture(scope='module')
+def staged(tmp_path_factory):
+    """A command that goes through all stages, and the folder of a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp('staged')
+    command = Command(folder, 6, 'c.critic = dict(optimizer={}, pretrain=dict(max_steps=4))')
+    command.finish(folder / 'whole')
+    return command, folder / 'whole'
+
+
 @pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize('stage', STAGES)
-def test_sigterm_in_any_stage_exits_0_and_loses_nothing(stage, tmp_path):
+def test_sigterm_in_any_stage_exits_0_and_loses_nothing(stage, staged, tmp_path):
     """The command itself: asked to end in a stage, it does; the same command ends as if never."""
-    command = Command(tmp_path, 6, 'c.critic = dict(optimizer={}, pretrain=dict(max_steps=4))')
-    command.finish(tmp_path / 'whole')
+    command, whole = staged
     workdir = tmp_path / 'run'
     process = command.begin(workdir)
     wait_for(process, workdir / 'metrics.jsonl', stage, 1)
@@ -601,7 +609,7 @@ def test_sigterm_in_any_stage_exits_0_and_loses_nothing(stage, tmp_path):
     assert process.returncode == 0 and STAGES[stage] in out and 'Traceback' not in out, out
     assert lines(workdir / 'metrics.jsonl', 'result') == 0
     command.finish(workdir)
-    same_end(workdir, tmp_path / 'whole', 6)
+    same_end(workdir, whole, 6)
 
 
 @pytest.mark.fault

@@ -159,7 +159,7 @@ def test_each_token_has_a_number_of_its_own(draw):
     assert len(np.unique(numbers)) == 150
 
 
-OF_THE_ENGINE = ('engine', 'environments', 'ended')
+OF_THE_ENGINE = ('engine', 'environments', 'done', 'ended')
 
 
 def test_samplers_take_the_same_arguments():
