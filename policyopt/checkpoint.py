@@ -256,7 +256,8 @@ class Checkpoints:
                 meta = self._meta(step)
             except _Damaged:
                 continue  # `restore` says so
-            return self._check(step, meta, print)
+            # All processes read it, as orbax wants; one says what changed.
+            return self._check(step, meta, print if hosts.first() else lambda text: None)
         return None
 
     def restore(self, template: Callable[[], Any]) -> Saved:

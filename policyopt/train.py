@@ -196,7 +196,7 @@ def start(config: Mapping[str, Any], workdir: Path, watch: Watch = Watch()) -> J
                 checkpoints = Checkpoints(workdir, c.checkpoint.keep, c, also, origins)
             if resumed:
                 assert checkpoints is not None
-                hosts.by_first(checkpoints.check)
+                checkpoints.check()
                 hosts.by_first(lambda: workdir_lib.write_settings(workdir, text))
     except BaseException:
         lock.close()
