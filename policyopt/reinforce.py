@@ -56,7 +56,7 @@ def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:
             if profile is not None:
                 profile.after(step, display.note)
             if step % c.evaluation.every == 0 and step < c.steps:
-                accuracy = record_accuracy(setup, used(point.state), loop, step)
+                accuracy = record_accuracy(setup, averaged(point.state), loop, step)
                 shown = {'held_out': accuracy.value}
             display.update(step, done.values | times | shown)
             for line in remarks(setup, done.values):
@@ -66,7 +66,7 @@ def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:
                 save_last(done.parts, done.logp_new[-len(done.parts) :], path)
             point = point._replace(skipped=count_skipped(setup, loop, point, done))
             save_if_due(setup, loop, point)
-    return used(point.state)
+    return averaged(point.state)
 
 
 class Step(NamedTuple):
@@ -300,11 +300,6 @@ def pretrain_values(
     return state
 
 
-def used(state: TrainState) -> Any:
-    """The parameters that evaluation measures: the moving average where there is one."""
-    return averaged(state)
-
-
 def record_accuracy(setup: Setup, params: Any, loop: Loop, step: int) -> evaluate.Accuracy:
     """Measure held-out accuracy and write it down, with some of the answers."""
     began = time.monotonic()
@@ -358,7 +353,8 @@ def remarks(setup: Setup, values: Mapping[str, float]) -> Iterator[str]:
 def save_last(parts: list[TokenBatch], logp_new: list[Any], path: Path) -> None:
     """Save the minibatches of the last pass with the log-probs that it saw, for calibration."""
     fields = ('logp_old', 'logp_behavior', 'mask', 'advantages', 'rewards', 'group', 'positive')
-    logp_new, *each = hosts.fetch([logp_new, *map(vars, parts)])
+    named = [{name: getattr(part, name) for name in fields} for part in parts]
+    logp_new, *each = hosts.fetch([logp_new, *named])
     arrays = {name: np.concatenate([part[name] for part in each]) for name in fields}
     number = np.repeat(1 + np.arange(len(parts)), [len(part.mask) for part in parts])
     batches_lib.save_batch(path, logp_new=np.concatenate(logp_new), minibatch=number, **arrays)

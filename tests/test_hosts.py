@@ -11,6 +11,48 @@ from policyopt import hosts
 from tests import processes
 from tests.test_meshes import STEPS, agree, arrays_of, records_of
 
+
+def processes_of(patch, *others):
+    """This process is the second, and `exchange` adds what the `others` gave before it."""
+    patch.setattr(hosts, 'first', lambda: False)
+    patch.setattr(hosts, 'exchange', lambda value: [*others, value])
+
+
+def test_processes_that_were_started_differently_are_told(monkeypatch):
+    processes_of(monkeypatch, {'seed': '0', 'steps': '3'})
+    hosts.check_alike({'seed': 0, 'steps': 3})
+    with pytest.raises(hosts.HostError, match='steps is 4 in process 0 and 3 in process 0'):
+        hosts.check_alike({'seed': 0, 'steps': 4})
+
+
+def test_what_the_first_process_says_or_raises_reaches_the_others(monkeypatch):
+    assert hosts.by_first(lambda: 3) == 3
+    with pytest.raises(KeyError, match='mine'):
+        hosts.by_first(lambda: {}['mine'])
+    processes_of(monkeypatch, (5, None))
+    assert hosts.by_first(lambda: pytest.fail('called')) == 5
+    processes_of(monkeypatch, (None, 'OSError: no room'))
+    with pytest.raises(hosts.HostError, match='process 0: OSError: no room'):
+        hosts.by_first(lambda: pytest.fail('called'))
+
+
+def test_others_write_and_print_nowhere(monkeypatch, tmp_path, capsys):
+    with hosts.folder(tmp_path) as own:
+        assert own == tmp_path
+    monkeypatch.setattr(hosts, 'first', lambda: False)
+    with hosts.folder(tmp_path) as own:
+        print('lost')
+        (own / 'metrics.jsonl').write_text('lost')
+        assert own != tmp_path
+    assert not own.exists() and not list(tmp_path.iterdir()) and capsys.readouterr().out == ''
+
+
+@pytest.mark.parametrize('where', ['host', 'host:1,2', '1,2,0', 'host:one,2,0', 'host:1,2,x'])
+def test_multihost_that_names_no_process_is_refused(where):
+    with pytest.raises(ValueError, match='legal is .auto. or HOST:PORT,COUNT,INDEX'):
+        hosts.join(where)
+
+
 # A whole run on eight devices, whose answers each process judges in part.
 RUN = """
 import pathlib

@@ -211,6 +211,19 @@ def test_loading_holds_one_tensor_beside_the_result(tmp_path):
         assert float(run.stdout) < 1.3
 
 
+def test_rows_of_the_host_go_to_their_own_devices():
+    tree = {'x': np.arange(24.0).reshape(8, 3), 'odd': np.arange(3), 'none': None}
+    assert sharding.feed(tree) is tree
+    mesh = sharding.make_mesh([('data', 2), ('fsdp', 2), ('tensor', 2)])
+    with sharding.use(mesh):
+        fed = sharding.feed(tree)
+        again = sharding.feed(fed)
+    assert fed['x'].sharding.spec == P(('data', 'fsdp')) and fed['none'] is None
+    assert {shard.data.shape for shard in fed['x'].addressable_shards} == {(2, 3)}
+    assert fed['odd'].is_fully_replicated and again['x'] is fed['x']
+    np.testing.assert_array_equal(fed['x'], tree['x'])
+
+
 def test_process_numbers_are_checked():
     with pytest.raises(ValueError, match='index=2 must be from 0 to 1'):
         hosts.start('localhost:1', count=2, index=2)
