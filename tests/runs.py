@@ -11,6 +11,7 @@ import pytest
 
 from policyopt import loop as loop_lib
 from policyopt import reinforce, stopping, train
+from policyopt.state import averaged
 from tests.test_quickstart import get_config
 
 # Dense, for a quick compile.
@@ -49,6 +50,6 @@ def _made():
             params = jax.tree.map(lambda x: 0.5 * x, point.state.params)
             ema = jax.tree.map(lambda a, b: 0.8 * a + 0.2 * b, point.state.ema, params)
             point = point._replace(state=point.state.replace(params=params, ema=ema), step=step)
-            reinforce.record_accuracy(job.setup, reinforce.used(point.state), loop, step)
+            reinforce.record_accuracy(job.setup, averaged(point.state), loop, step)
             loop_lib.save(loop, point)
     return workdir
