@@ -1,0 +1,169 @@
+"""Check claims of the literature: numbers with seeds, a figure, and a verdict each.
+
+    python -m experiments.run --list
+    python -m experiments.run clip_fraction group_size --seeds=5
+    python -m experiments.run --all --workers=2
+
+Seeds that were measured before are not measured again, so a stopped command goes on. Results go to
+docs/claims/NAME.json and NAME.png, and docs/claims.md is written anew from all that are there;
+--fast takes the sizes of a test and leaves both alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from experiments import claims
+from experiments.claim import Claim, Place, Verdict, save
+from policyopt import checks
+
+LIST = flags.DEFINE_bool('list', False, 'Show the claims, what they cost and what came out.')
+ALL = flags.DEFINE_bool('all', False, 'Check all claims.')
+SEEDS = flags.DEFINE_integer('seeds', 5, 'Number of seeds, from 0.', lower_bound=2)
+ONLY = flags.DEFINE_integer('only', None, 'Measure this seed alone, and judge nothing.')
+WORKERS = flags.DEFINE_integer('workers', 1, 'Seeds measured at the same time.', lower_bound=1)
+FOLDER = flags.DEFINE_string('folder', 'runs/claims', 'Folder for what seeds leave.')
+FAST = flags.DEFINE_bool('fast', False, 'Sizes of a test; docs stay as they are.')
+
+DOCS = Path('docs')
+
+
+def names() -> list[str]:
+    """Modules of experiments.claims."""
+    return sorted(module.name for module in pkgutil.iter_modules(claims.__path__))
+
+
+def load(name: str) -> Claim:
+    """A claim by its module's name; ValueError with the nearest one where there is none."""
+    if name not in names():
+        raise ValueError(f'{name!r} is no claim.{checks.nearest(name, names())}')
+    return importlib.import_module(f'experiments.claims.{name}').CLAIM
+
+
+def numbers_of(name: str, place: Place) -> Any:
+    """Numbers of a seed, measured now where they are not in the folder."""
+    path = place.folder / name / f'{"fast_" * place.fast}{place.seed}.json'
+    if not path.is_file():
+        began = time.monotonic()
+        found = load(name).measure(place)
+        save(path, {'numbers': found, 'seconds': round(time.monotonic() - began, 1)})
+    return json.loads(path.read_text())['numbers']
+
+
+def measured(name: str, places: Sequence[Place], workers: int) -> list[Any]:
+    """Numbers of all seeds, each in a process of its own where there are several workers."""
+
+    def apart(place: Place) -> None:
+        command = [sys.executable, '-m', 'experiments.run', name, f'--only={place.seed}']
+        command += [f'--folder={place.folder}', f'--fast={place.fast}']
+        subprocess.run(command, check=True)
+
+    if workers > 1:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(apart, places))
+    return [numbers_of(name, place) for place in places]
+
+
+def conclude(name: str, seeds: Sequence[Any], folder: Path) -> Verdict:
+    """Judge, and write numbers and figure."""
+    from matplotlib.figure import Figure
+
+    claim = load(name)
+    verdict = claim.judge(seeds)
+    figure = Figure(figsize=(6.4, 3.6), layout='constrained')
+    claim.draw(figure, seeds)
+    save(folder / f'{name}.json', {'verdict': verdict._asdict(), 'seeds': list(seeds)})
+    figure.savefig(folder / f'{name}.png', dpi=100)
+    return verdict
+
+
+@functools.cache
+def verdict_of(name: str) -> Verdict | None:
+    """What docs/claims has, None where the claim was not checked yet."""
+    path = DOCS / 'claims' / f'{name}.json'
+    if not path.is_file():
+        return None
+    held = json.loads(path.read_text())['verdict']
+    return Verdict(**held | {'interval': tuple(held['interval'])})
+
+
+def sizes(verdict: Verdict) -> str:
+    """Effect and interval in words."""
+    low, high = verdict.interval
+    return f'{verdict.effect}: {verdict.value:.3g} [{low:.3g}, {high:.3g}]'
+
+
+def page() -> str:
+    """docs/claims.md, from the claims and their results."""
+    out = [
+        '# Claims of the literature',
+        '',
+        'Written by `python -m experiments.run`, which measures them again (`--list`). Policies',
+        'have about a million parameters and answer in a few tokens; intervals are 95 % bootstrap',
+        'intervals over seeds, of which there are few. *Reproduced* means that the whole interval',
+        "is on the claim's side of what is said to count.",
+        '',
+        '| claim | source | published | verdict |',
+        '| --- | --- | --- | --- |',
+    ]
+    for name in names():
+        claim, verdict = load(name), verdict_of(name)
+        word = f'[{verdict.word}](#{name})' if verdict else 'not run yet'
+        out.append(f'| {claim.text} | {claim.source} | {claim.published} | {word} |')
+    for name in names():
+        verdict = verdict_of(name)
+        if verdict is not None:
+            out += ['', f'## {name}', '', load(name).text, '']
+            out += [f'**{verdict.word.capitalize()}.** {verdict.text}', '']
+            out += [f'{sizes(verdict)}.', '', f'![{load(name).text}](claims/{name}.png)']
+    return '\n'.join(out) + '\n'
+
+
+def show() -> None:
+    """Print all claims."""
+    table = Table('name', 'claim', 'published', 'minutes a seed', 'verdict so far')
+    for name in names():
+        claim, verdict = load(name), verdict_of(name)
+        word = f'{verdict.word}: {sizes(verdict)}' if verdict else '-'
+        table.add_row(name, claim.text, claim.published, f'{claim.minutes:g}', word)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def main(argv: list[str]) -> None:
+    chosen = names() if ALL.value else argv[1:]
+    if LIST.value or not chosen:
+        show()
+        return
+    for name in chosen:
+        load(name)
+    root = Path(FOLDER.value)
+    if ONLY.value is not None:
+        for name in chosen:
+            numbers_of(name, Place(ONLY.value, root, FAST.value))
+        return
+    places = [Place(seed, root, FAST.value) for seed in range(SEEDS.value)]
+    for name in chosen:
+        seeds = measured(name, places, WORKERS.value)
+        verdict = conclude(name, seeds, root / 'fast' if FAST.value else DOCS / 'claims')
+        print(f'{name}: {verdict.word}. {sizes(verdict)}.\n  {verdict.text}', flush=True)
+        if not FAST.value:
+            verdict_of.cache_clear()
+            (DOCS / 'claims.md').write_text(page())
+
+
+if __name__ == '__main__':
+    app.run(main)
