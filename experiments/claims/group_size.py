@@ -76,6 +76,7 @@ def draw(figure: Any, seeds: list[Any]) -> None:
     line(axis, SIZES, spread(seeds, 'by the mean'), 'by the mean rate', COLOURS[1])
     axis.set(xscale='log', xlabel='answers of a group', ylabel='share of groups without a gradient')
     axis.set_xticks(SIZES, SIZES)
+    axis.minorticks_off()
     axis.legend(frameon=False, fontsize=8)
     rates.hist(spread(seeds, 'rates').ravel(), bins=17, color=COLOURS[0])
     rates.set(xlabel='solve rate', ylabel='problems')

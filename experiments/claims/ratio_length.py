@@ -87,6 +87,7 @@ def draw(figure: Any, seeds: list[Any]) -> None:
     axis.plot(lengths, independent, 'k:', label='Var(log s), independent tokens')
     axis.set(xscale='log', yscale='log', xlabel='tokens of an answer', ylabel='variance')
     axis.set_xticks(lengths, lengths)
+    axis.minorticks_off()
     axis.legend(frameon=False, fontsize=8)
     tidy(axis)
 

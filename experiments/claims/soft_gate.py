@@ -45,20 +45,23 @@ def summary(log_ratio: np.ndarray, mask: np.ndarray) -> dict[str, Any]:
     """Histogram of log-ratios [B,T]; their variance in each row; the gap of gates and its bound.
 
     The gap of a row is the difference of its mean token gate and the gate at its mean log-ratio,
-    which is what SAPO takes for a sequence; its bound is tau^2 / 4 times the row's variance.
+    which is what SAPO takes for a sequence; its bound, where w - 1 is about log w, is tau^2 / 4
+    times the row's variance.
     """
     count = np.maximum(mask.sum(1), 1)
     mean = log_ratio.sum(1) / count
     variance = np.where(mask, (log_ratio - mean[:, None]) ** 2, 0).sum(1) / count
     token = np.where(mask, gate(log_ratio), 0).sum(1) / count
     gap, bound = np.abs(token - gate(mean)), TAU**2 / 4 * variance
-    used = mask.sum(1) > 1
+    used = (mask.sum(1) > 1) & (bound > 1e-8)
     return {
         'histogram': np.histogram(log_ratio[mask], BINS, density=True)[0].tolist(),
         'near': float((np.abs(np.exp(log_ratio[mask]) - 1) < 0.1).mean()),
         'narrow': float((variance[used] < 0.02).mean()),
         'variance': float(variance[used].mean()),
-        'within': float((gap[used] <= bound[used] + 1e-9).mean()),
+        'gap over bound, median and .95': np.quantile(
+            gap[used] / bound[used], [0.5, 0.95]
+        ).tolist(),
     }
 
 
@@ -67,10 +70,10 @@ def judge(seeds: list[Any]) -> Verdict:
         np.log(spread(seeds, 'mixture', 'variance') / spread(seeds, 'dense', 'variance'))
     )
     narrow = {name: spread(seeds, name, 'narrow').mean() for name in MODELS}
-    within = {name: spread(seeds, name, 'within').mean() for name in MODELS}
+    gaps = {name: spread(seeds, name, 'gap over bound, median and .95').mean(0) for name in MODELS}
     near = {name: spread(seeds, name, 'near').mean() for name in MODELS}
     word = decide(low, high, 0.0)
-    if word == 'reproduced' and min(*narrow.values(), *within.values()) < 0.5:
+    if word == 'reproduced' and min(narrow.values()) < 0.5:
         word = 'not reproduced'
     return Verdict(
         word,
@@ -80,10 +83,11 @@ def judge(seeds: list[Any]) -> Verdict:
         f'Within {RATE:g} a step and {MINIBATCHES} minibatches {near["dense"]:.0%} of the tokens '
         f'of the dense policy and {near["mixture"]:.0%} of the mixture have a ratio within .1 of '
         f'1; {narrow["dense"]:.0%} and {narrow["mixture"]:.0%} of the rows have a variance below '
-        f'.02. The gap between token gates and the gate of the sequence is within tau^2/4 times '
-        f'the variance in {within["dense"]:.1%} and {within["mixture"]:.1%} of the rows. What '
-        'counts here is that the mixture is wider, that most rows are narrow and that most are '
-        'within the bound.',
+        f'.02. The gap between token gates and the gate of the sequence, over tau^2/4 times the '
+        f'variance, is {gaps["dense"][0]:.2f} in the middle and {gaps["dense"][1]:.2f} at the 95th '
+        f'percentile of rows for the dense policy, {gaps["mixture"][0]:.2f} and '
+        f'{gaps["mixture"][1]:.2f} for the mixture: a bound up to terms of third order. What '
+        'counts here is that the mixture is wider and that most rows are narrow.',
     )
 
 
