@@ -38,14 +38,17 @@ def run_rules(changes: Mapping[str, Any]) -> Rules:
         raise ValueError(f'config.{error}') from error
 
 
-def run_mesh(axes: Sequence[tuple[str, int]] | None, rules: Rules) -> Mesh | None:
-    """Mesh of a run over all devices; None for a run on one, which needs no mesh.
+def run_mesh(
+    axes: Sequence[tuple[str, int]] | None, rules: Rules, devices: Sequence[Any] | None = None
+) -> Mesh | None:
+    """Mesh of a run over its devices; None for a run on one, which needs no mesh.
 
     Args:
       axes: as `sharding.make_mesh` takes them; () for the first device alone; None for DEFAULT_MESH
         over accelerators and several processes, and for the first device on CPU, where more than
         one is no faster.
       rules: those of the run.
+      devices: of the run; None for all. The first is that of a run on one.
 
     Raises ValueError as `make_mesh` does, and for an axis of the mesh that no rule uses, or one of
     the rules that no mesh has, with the nearest spelling.
@@ -76,7 +79,7 @@ def run_mesh(axes: Sequence[tuple[str, int]] | None, rules: Rules) -> Mesh | Non
     if not axes:
         return None
     try:
-        mesh = sharding.make_mesh(axes)
+        mesh = sharding.make_mesh(axes, devices)
     except ValueError as error:
         raise ValueError(f'config.{error}') from error
     return mesh if mesh.size > 1 else None
