@@ -32,7 +32,9 @@ class AsyncConfig:
     Attributes:
       staleness: versions that a token may be older than the policy that learns from it; a version
         is an RL step. 0 waits for all answers of a step, as a run without this section does.
-      generators: engines, each with rollout.engine.slots slots.
+      generators: engines, each with rollout.engine.slots slots. Several wait for each other's
+        calls, as does a trainer for those `ahead`, so calls then have all rollout.engine.steps
+        tokens, and a row that ends leaves its slot empty until the next: few steps are better.
       late: what becomes of answers that would be too old at the next step: this one waits for them
         ('wait'), which loses none, or they are given up ('drop') and counted, which favours short
         answers.

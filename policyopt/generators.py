@@ -58,6 +58,8 @@ class Generators:
     Args:
       model, sampling, engine: as of an Engine.
       meshes: of each; None for one on the trainer's devices.
+      even: whether calls are of `engine.steps` tokens even where a row waits for a slot that is
+        free, so that those who wait for each other take equally long.
     """
 
     def __init__(
@@ -66,10 +68,12 @@ class Generators:
         sampling: SamplingConfig,
         engine: EngineConfig,
         meshes: Sequence[Mesh | None],
+        even: bool,
     ):
         self.slots = self.tokens = 0
         self.seconds = 0.0
-        self._model, self._room = model, engine.slots
+        self._model, self._even = model, even
+        self._room = engine.slots + engine.refill  # so that some wait for the first free slot
         self._all: list[_Generator] = []
         for mesh in meshes:
             with sharding.use(mesh):
@@ -106,8 +110,8 @@ class Generators:
         """One call of each engine that has rows; returns those that ended, in order of engines.
 
         Args:
-          ask: gives the next rows to draw, None where there are none. Engines take some while they
-            have free slots.
+          ask: gives the next rows to draw, None where there are none. Engines take some until
+            `refill` rows wait for a slot.
         """
         began = time.monotonic()
         for one in self._all:
@@ -137,7 +141,7 @@ class Generators:
         if not one.engine.busy:
             return []
         with sharding.use(one.mesh):
-            return one.engine.step(one.params, self._version)
+            return one.engine.step(one.params, self._version, self._even)
 
     def drop(self, owners: Collection[Any]) -> None:
         """Forget the rows of these owners."""

@@ -90,6 +90,7 @@ def check(
     models: Iterable[Any],
     rows: Mapping[str, int],
     least: Mapping[str, int] | None = None,
+    named: str = 'config.mesh',
 ) -> None:
     """Check that a mesh fits models and batches, before anything is compiled.
 
@@ -98,6 +99,7 @@ def check(
       models: whose parameters it holds, all of the same rules.
       rows: by the name of what decides them, rows that go through a model at once.
       least: the same of rows that are rounded down to a number that divides.
+      named: what decides the mesh, for errors.
 
     Raises ValueError where a parameter does not divide over its mesh axes, naming it; where rows do
     not divide, with what they are; and for a mesh axis that splits neither a parameter nor rows, so
@@ -115,7 +117,7 @@ def check(
         split = _names(batch[0]) if len(batch) else ()
         used |= set(split)
         shards = math.prod(sizes[name] for name in split)
-        why = f'{shards}, the devices that config.mesh splits rows over ({", ".join(split)})'
+        why = f'{shards}, the devices that {named} splits rows over ({", ".join(split)})'
         for what, count in rows.items():
             if count % shards:
                 raise ValueError(f'{what} is {count}; legal are multiples of {why}')
@@ -125,7 +127,7 @@ def check(
     for name, size in sizes.items():
         if size > 1 and name not in used:
             raise ValueError(
-                f'config.mesh gives {size} devices to {name!r}, which splits no parameter of this '
+                f'{named} gives {size} devices to {name!r}, which splits no parameter of this '
                 'model and no rows: they would all do the same. Legal is 1'
             )
 
@@ -135,8 +137,9 @@ def rows(c: Any) -> tuple[dict[str, int], dict[str, int]]:
     r, least = c.rollout, {}
     each = r.prompts * r.group_size
     found = {'evaluation.batch': c.evaluation.batch, 'rollout.prompts * group_size': each}
+    own = c.asynchronous is not None and c.asynchronous.devices is not None
     if r.engine is not None:
-        found['rollout.engine.slots'] = r.engine.slots
+        found |= {} if own else {'rollout.engine.slots': r.engine.slots}
     else:
         found['rollout.prompts * group_size / chunks'] = each // r.chunks
     found['rollout.prompts * group_size / minibatches'] = each // c.minibatches

@@ -246,6 +246,9 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     task = data.make_task(c.task or c.tasks, model.tokenizer)
     if a is not None:
         asynchronous.check(c, c.algorithm, algorithm, bool(task.played))
+        assert c.rollout.engine is not None  # as it is checked
+        slots = {'config.rollout.engine.slots': c.rollout.engine.slots}
+        layout.check(setup.generators[0], [model], slots, named='config.asynchronous.mesh')
     _check_sizes(c, task)
     if algorithm.update.step is not None and c.optimizer != learner_lib.OptimizerConfig():
         raise ValueError(

@@ -102,7 +102,8 @@ class Stream:
         size = config.engine.size or prompt_width + sampling.max_new_tokens
         self._engine_config = dataclasses.replace(config.engine, size=size)
         self._make = make_case(config.steps, model.tokenizer.decode)
-        self._generators = Generators(model, sampling, self._engine_config, meshes)
+        even = len(meshes) > 1 or asynchronous.ahead > 0
+        self._generators = Generators(model, sampling, self._engine_config, meshes, even)
         self._groups: list[Group] = []  # open ones, oldest first
         self._states: dict[int, Any] = {}  # batch -> state of the problems' source before it
         self._pages: dict[int, Page] = {}  # version -> where verdicts on its groups are
@@ -116,6 +117,11 @@ class Stream:
     def bound(self) -> int:
         """Versions that a token may be behind, at most."""
         return self._async.staleness
+
+    @property
+    def spent(self) -> tuple[int, int]:
+        """Decode slots of all generators so far, and tokens drawn in them."""
+        return self._generators.slots, self._generators.tokens
 
     # ---------------------------------------------------------------- for the trainer
 
@@ -169,8 +175,7 @@ class Stream:
         those and the ones taken; `async/waiting`, `async/running`: rows that wait to be taken, and
         those that have not ended.
         """
-        made = self._generators
-        slots, tokens = made.slots - self._seen[0], made.tokens - self._seen[1]
+        slots, tokens = np.subtract(self.spent, self._seen).tolist()
         ended = sum(row is not None for group in self._groups for row in group.rows)
         found = {
             'async/idle': 1 - tokens / slots if slots else 0.0,
@@ -179,7 +184,7 @@ class Stream:
             'async/running': float(len(self._groups) * self._config.group_size - ended),
         }
         self._taken = self._dropped = 0
-        self._seen = made.slots, made.tokens
+        self._seen = self.spent
         return found
 
     def idle(self, seconds: float, waited: float) -> dict[str, float]:

@@ -167,11 +167,12 @@ class Engine:
             self._next_id = max(self._next_id, row.id + 1)
             self._waiting.append(row)
 
-    def step(self, params: Any, version: int = 0) -> list[Row]:
+    def step(self, params: Any, version: int = 0, even: bool = False) -> list[Row]:
         """Refill slots, feed observations, decode up to `steps` tokens; returns rows that ended.
 
-        `version` is recorded on every token drawn in this call. Blocks for environments only where
-        no row can decode.
+        `version` is recorded on every token drawn in this call. It ends early where a row could
+        have the slot of one that ended, unless calls are to be of `even` length. Blocks for
+        environments only where no row can decode.
         """
         if params is not self._seen:
             self._prefixes, self._seen = {}, params
@@ -184,7 +185,7 @@ class Engine:
         if self._table.active().any():
             rows = self._table.rows
             patience = len(rows)
-            if self._waiting or self._starting or self._parked:
+            if (self._waiting or self._starting or self._parked) and not even:
                 patience = max(1, self._engine.refill - len(self._table.free()))
             if any(r is not None and r.environment for r in rows):
                 patience = min(patience, self._engine.refill)  # they have the turn at once
