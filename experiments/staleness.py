@@ -149,7 +149,7 @@ def drawn(groups: Sequence[Sequence[int]], seed: int) -> Callable[[int], list[in
 
     def lengths(number: int) -> list[int]:
         rng = np.random.default_rng((seed, number))
-        return rng.choice(groups[rng.integers(len(groups))], LARGE.group_size).tolist()
+        return rng.choice(groups[int(rng.integers(len(groups)))], LARGE.group_size).tolist()
 
     return lengths
 

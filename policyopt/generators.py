@@ -73,7 +73,8 @@ class Generators:
         self.slots = self.tokens = 0
         self.seconds = 0.0
         self._model, self._even = model, even
-        self._room = engine.slots + engine.refill  # so that some wait for the first free slot
+        # Some wait for the first free slot, if that ends a call.
+        self._room = engine.slots + (0 if even else engine.refill)
         self._all: list[_Generator] = []
         for mesh in meshes:
             with sharding.use(mesh):
@@ -110,16 +111,15 @@ class Generators:
         """One call of each engine that has rows; returns those that ended, in order of engines.
 
         Args:
-          ask: gives the next rows to draw, None where there are none. Engines take some until
-            `refill` rows wait for a slot.
+          ask: gives the next rows to draw, None where there are none. The engine with the fewest
+            rows takes them, while it has free slots, or `refill` rows at most wait for one.
         """
         began = time.monotonic()
-        for one in self._all:
+        while (one := self._freest()) and (wanted := ask()):
             with sharding.use(one.mesh):
-                while one.engine.load < self._room and (wanted := ask()):
-                    prompts = [list(wanted.prompt)] * len(wanted.keys)
-                    for member, id_ in enumerate(one.engine.submit(prompts, wanted.keys)):
-                        one.rows[id_] = (wanted.owner, member)
+                prompts = [list(wanted.prompt)] * len(wanted.keys)
+                for member, id_ in enumerate(one.engine.submit(prompts, wanted.keys)):
+                    one.rows[id_] = (wanted.owner, member)
         before = self._spent()
         run = map if self._pool is None else self._pool.map
         ended = list(run(self._step, self._all))
@@ -132,6 +132,11 @@ class Generators:
             for number, rows in enumerate(ended)
             for row in rows
         ]
+
+    def _freest(self) -> _Generator | None:
+        """The first of those with the fewest rows, unless it has enough."""
+        one = min(self._all, key=lambda one: one.engine.load)
+        return one if one.engine.load < self._room else None
 
     def _spent(self) -> list[tuple[int, int]]:
         stats = [one.engine.stats for one in self._all]

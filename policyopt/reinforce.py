@@ -340,9 +340,15 @@ def explanation(setup: Setup) -> str:
     c = setup.config
     how = 'greedy' if c.evaluation.temperature == 0 else f'temperature {c.evaluation.temperature}'
     by = 'the parameters' if c.ema is None else 'the moving average of the parameters'
+    ahead = ''
+    if c.asynchronous is not None:
+        ahead = (
+            '; staleness: RL steps between the policy that drew a token and the one that learns '
+            'from it, mean; idle slots: those of all decode steps that drew none'
+        )
     return (
         'sampled accuracy: right answers of all drawn in a step; held-out accuracy: right answers '
-        f'to {len(setup.task.held_out)} problems never trained on, {how}, by {by}'
+        f'to {len(setup.task.held_out)} problems never trained on, {how}, by {by}{ahead}'
     )
 
 

@@ -117,6 +117,11 @@ class _Engine:
         self.active: list[_Row] = []
         self.waiting: collections.deque[_Row] = collections.deque()
 
+    @property
+    def load(self) -> int:
+        """Rows that have not ended."""
+        return len(self.active) + len(self.waiting)
+
     def call(self, steps: int, version: int, even: bool) -> tuple[int, int]:
         """Fill free slots, then decode; returns decode steps and tokens drawn in them."""
         while self.waiting and len(self.active) < self.slots:
@@ -169,15 +174,16 @@ class _Run:
 
     def advance(self) -> int:
         """One call of each engine; returns the decode steps of the slowest."""
-        fresh = (group for group in self.open if not group.begun)
-        for engine in self.engines:
-            while len(engine.active) + len(engine.waiting) <= engine.slots:  # one waits
-                group = next(fresh, None)
-                if group is None:
-                    break
-                group.begun = True
-                engine.waiting.extend(group.rows)
         even = len(self.engines) > 1 or self.plan.ahead > 0
+        room = self.plan.slots + (0 if even else 1)
+        for group in self.open:
+            if group.begun:
+                continue
+            engine = min(self.engines, key=lambda one: one.load)
+            if engine.load >= room:
+                break
+            group.begun = True
+            engine.waiting.extend(group.rows)
         spent = [engine.call(self.plan.steps, self.version, even) for engine in self.engines]
         longest = max(took for took, _ in spent)
         self.slots += longest * self.plan.slots * len(self.engines)
