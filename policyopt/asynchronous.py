@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from policyopt import checks, sharding
+from policyopt import checks, hosts, sharding
 from policyopt.losses import compose
 from policyopt.losses import controllers as controllers_lib
 from policyopt.types import Algorithm, LossInputs
@@ -108,7 +108,7 @@ def check(config: Any, name: str, algorithm: Algorithm, played: bool) -> None:
             'config.asynchronous is set, but the task has environments, whose state no checkpoint '
             'could hold; legal is None'
         )
-    if jax.process_count() > 1:
+    if hosts.several():
         raise ValueError(
             'config.asynchronous is set, but there are several processes; legal is one, without '
             '--multihost, or None'
