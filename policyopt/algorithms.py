@@ -37,6 +37,9 @@ from policyopt.losses.aggregates import constant_length, sequence_mean, sequence
 from policyopt.losses.compose import adaptive, add, policy_loss, positive_nll, scale, value_loss
 from policyopt.losses.controllers import doubling_kl
 from policyopt.losses.gates import detached_weight, off_policy_sequence, trust_mask
+from policyopt.losses.gates import (
+    read as read_gates,
+)
 from policyopt.losses.penalties import entropy, kl_to_old, kl_to_reference
 from policyopt.losses.ratios import (
     behavior_ratio,
@@ -522,7 +525,7 @@ def resolve(path: str, **kwargs: Any) -> Algorithm:
     Args:
       path: `policyopt.algorithms.gspo`, its last part alone, or any importable factory.
       **kwargs: the factory's arguments; `advantages` may be a name or a section, as in
-        `advantages.read`.
+        `advantages.read`, and `gates` names or sections, as in `losses.gates.read`.
 
     Raises:
       ValueError: no such module or name, with the nearest spelling.
@@ -545,6 +548,8 @@ def resolve(path: str, **kwargs: Any) -> Algorithm:
     checks.check_arguments(make, (), kwargs)
     if kwargs.get('advantages') is not None:
         kwargs['advantages'] = read_advantages(kwargs['advantages'], 'advantages')
+    if kwargs.get('gates'):
+        kwargs['gates'] = read_gates(kwargs['gates'], 'gates')
     algorithm = make(**kwargs)
     if not isinstance(algorithm, Algorithm):
         raise ValueError(f'{path} made a {type(algorithm).__name__}, not an Algorithm')

@@ -1,8 +1,9 @@
 """Checkpoints of a run: atomic, written while training goes on, checked before they are trusted.
 
 A checkpoint is what the rest of the run is a function of: the train state, the reference policy,
-and `Progress`, the host's side. It lies in `checkpoints/STEP` under the run's folder, STEP being
-the RL steps done; the end of the warm start is step 0. It appears whole or not at all.
+answers that nothing has learned from yet, and `Progress`, the host's side. It lies in
+`checkpoints/STEP` under the run's folder, STEP being the RL steps done; the end of the warm start
+is step 0. It appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from policyopt import checks, disk, hosts, settings
+from policyopt.bits import abstract, crc, fingerprint, like, plain
 from policyopt.state import TrainState
 
 SCHEMA = 1  # of what `Checkpoints.save` writes; raised whenever an older reader would misread it
@@ -29,7 +30,8 @@ FOLDER, DAMAGED = 'checkpoints', 'damaged'
 
 # Fields of the config that may change between a checkpoint and its resume: those that say how work
 # is split, over devices too, change numbers by rounding; the others what happens from there on.
-SPLITS = ('microbatches', 'length_buckets', 'rollout.chunks', 'mesh', 'rules')
+OWN = ('asynchronous.devices', 'asynchronous.mesh')
+SPLITS = ('microbatches', 'length_buckets', 'rollout.chunks', 'mesh', 'rules', *OWN)
 FREE = ('steps', 'max_skipped', 'evaluation', 'checkpoint', 'judge', *SPLITS)
 
 
@@ -80,70 +82,13 @@ class Saved(NamedTuple):
       train: the train state.
       reference: parameters of the reference policy; None where no term reads one.
       progress: the host's side.
+      rollouts: answers under way or not yet learned from, as arrays; None without any.
     """
 
     train: TrainState
     reference: Any
     progress: Progress
-
-
-# ============================================================================ arrays
-
-
-def fingerprint(tree: Any) -> int:
-    """Digest of the bits of all leaves of a tree (no keys): 32 bits, the same on every mesh.
-
-    The sum of each leaf's words, hashed with their positions. A single changed word always shows,
-    more of them but for one case in 2^32. Against accidents only.
-    """
-    # One after the other: programs in flight together that talk between processes can block.
-    sums = [hosts.fetch(_sum_of_words(leaf)) for leaf in jax.tree.leaves(tree)]
-    return zlib.crc32(np.array(sums, np.uint32).tobytes())
-
-
-@jax.jit  # by leaf: parameters, moments and averages share their shapes, so few programs do
-def _sum_of_words(leaf: jax.Array) -> jax.Array:
-    if leaf.dtype == jnp.bool_:
-        leaf = leaf.astype(jnp.uint8)
-    kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
-    words = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
-    place, stride = jnp.ones(words.shape, jnp.uint32), 1
-    for axis in reversed(range(words.ndim)):
-        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        place, stride = place + index * np.uint32(stride % 2**32), stride * words.shape[axis]
-    return jnp.sum(_mixed(words ^ _mixed(place)), dtype=jnp.uint32)  # one to one in each word
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """A permutation of 32-bit words in which every bit depends on all."""
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def plain(tree: Any) -> Any:
-    """The tree with the numbers of its keys in their place."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
-
-
-def _like(tree: Any, template: Any) -> Any:
-    """A plain tree with keys where the template has some, bound to devices only where it is."""
-
-    def leaf(x: jax.Array, like: jax.Array) -> jax.Array:
-        if not like.committed:
-            x = jnp.array(np.asarray(x))
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if _is_key(like) else x
-
-    return jax.tree.map(leaf, tree, template)
-
-
-def _abstract(tree: Any) -> Any:
-    """Shape, dtype and layout of each array."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    rollouts: Mapping[str, np.ndarray] | None = None
 
 
 # ============================================================================ the folder
@@ -185,7 +130,7 @@ class Checkpoints:
             hosts.by_first(lambda: _sweep(self.folder))
             self._manager = ocp.CheckpointManager(
                 self.folder,
-                item_names=('state', 'meta'),
+                item_names=('state', 'meta', 'rollouts'),
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=kept,
                     # Else threads of a failed save hold the process for minutes at its end.
@@ -219,8 +164,18 @@ class Checkpoints:
         with _explained(f'step {self._last} could not be written to {self.folder}'):
             self._manager.wait_until_finished()
 
-    def save(self, train: TrainState, reference: Any, progress: Progress) -> None:
+    def save(
+        self,
+        train: TrainState,
+        reference: Any,
+        progress: Progress,
+        rollouts: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Start to save, unless this step is there: arrays are copied now, written meanwhile.
+
+        Args:
+          train, reference, progress: as in Saved.
+          rollouts: the host's arrays, of any shapes.
 
         Raises CheckpointError where this save or the one before failed; those before it stay.
         """
@@ -237,12 +192,19 @@ class Checkpoints:
             'jax': jax.__version__,
             'devices': f'{jax.device_count()} {jax.default_backend()}',
         }
+        items: dict[str, Any] = {'state': ocp.args.StandardSave(arrays)}
+        if rollouts is not None:
+            rollouts = {name: x for name, x in rollouts.items() if x.size}  # which orbax wants
+            meta['rollouts'] = {
+                'crc': crc(rollouts),
+                'arrays': {name: [x.dtype.name, list(x.shape)] for name, x in rollouts.items()},
+            }
+            if rollouts:
+                items['rollouts'] = ocp.args.StandardSave(rollouts)
         with _explained(f'step {progress.step} could not be written to {self.folder}'):
             self._manager.save(
                 progress.step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(_sealed(meta))
-                ),
+                args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(_sealed(meta))),
             )
 
     def check(self) -> None:
@@ -272,13 +234,14 @@ class Checkpoints:
 
         Raises CheckpointError where none is usable, and as `check` does.
         """
-        like = template()
+        wanted = template()
         bad: list[tuple[int, str]] = []
         for step in reversed(self.steps()):
             try:
                 meta = self._meta(step)
                 self._check(step, meta, lambda text: None)
-                train, reference = self._arrays(step, meta, like)
+                train, reference = self._arrays(step, meta, wanted)
+                rollouts = self._rollouts(step, meta)
             except _Damaged as error:
                 if hosts.several():  # others may have read it: they would not follow to another
                     raise CheckpointError(
@@ -289,7 +252,7 @@ class Checkpoints:
                 print(f'the checkpoint of step {step} is not usable: {error}', flush=True)
                 continue
             self._set_aside([step for step, _ in bad])
-            return Saved(train, reference, Progress(**meta['progress']))
+            return Saved(train, reference, Progress(**meta['progress']), rollouts)
         raise CheckpointError(
             f'no checkpoint in {self.folder} is usable ('
             + '; '.join(f'step {step}: {why}' for step, why in bad)
@@ -337,11 +300,29 @@ class Checkpoints:
             if meta.get(name) != value:
                 say(f'saved with {name} {meta.get(name)}, now {value}: bits may differ')
 
-    def _arrays(self, step: int, meta: Mapping[str, Any], like: Any) -> tuple[Any, Any]:
+    def _arrays(self, step: int, meta: Mapping[str, Any], wanted: Any) -> tuple[Any, Any]:
         """Arrays of a checkpoint, compared with its fingerprint."""
         names = ('train', 'reference')
-        arrays = self._read(step, meta, _abstract(plain(dict(zip(names, like, strict=True)))))
-        return _like(tuple(arrays[name] for name in names), like)
+        arrays = self._read(step, meta, abstract(plain(dict(zip(names, wanted, strict=True)))))
+        return like(tuple(arrays[name] for name in names), wanted)
+
+    def _rollouts(self, step: int, meta: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+        """The host's arrays of a checkpoint, compared with their digest."""
+        known = meta.get('rollouts')
+        if known is None:
+            return None
+        wanted = {name: np.zeros(shape, dtype) for name, (dtype, shape) in known['arrays'].items()}
+        found = wanted
+        if wanted:
+            try:
+                args = ocp.args.Composite(rollouts=ocp.args.StandardRestore(wanted))
+                found = self._manager.restore(step, args=args)['rollouts']
+            except Exception as error:
+                raise _Damaged(f'its rollouts can not be read ({disk.short(error)})') from error
+        found = {name: np.asarray(x) for name, x in found.items()}
+        if crc(found) != known['crc']:
+            raise _Damaged('its rollouts are not those that were saved')
+        return found
 
     def _read(self, step: int, meta: Mapping[str, Any], wanted: Any) -> Any:
         try:

@@ -223,6 +223,8 @@ PANELS = (
     Panel('Turns of a row', 'turns', _of(('turns/mean', 'mean'), ('turns/max', 'most')), zero=True),
     Panel('Reward of turns', 'reward', _turn_rewards),
     Panel('Slots with turns', 'share', _slots, zero=True),
+    Panel('Age of tokens', 'versions', _of(('staleness', 'mean'), ('staleness/max', 'oldest'))),
+    Panel('Decode slots', 'share', _of(('async/idle', 'idle'), ('async/dropped', 'dropped'))),
     Panel('Critic', 'explained variance', _of(('value/explained_variance', 'explained'))),
     Panel(
         'Adaptive coefficients',

@@ -173,17 +173,23 @@ def make_draw(
         if played:
             parts = [_with_segment_rewards(part) for part in parts]
         rollout = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-        rollout = dataclasses.replace(
-            rollout,
-            group=np.repeat(np.arange(len(items), dtype=np.int32), config.group_size),
-            positive=np.array([v.positive for v in verdicts]),
-            rewards=np.array([v.value for v in verdicts], np.float32),
-        )
+        rollout = with_verdicts(rollout, verdicts, config.group_size)
         if config.steps is not None:
             rollout = in_steps(rollout, [ends.get(i, []) for i in range(len(verdicts))], verdicts)
         return Drawn(rollout, verdicts, turns if played else None, tuple(stats))
 
     return draw
+
+
+def with_verdicts(rollout: Rollout, verdicts: Sequence[Verdict], group_size: int) -> Rollout:
+    """Rows of groups that follow each other, with what was said of each."""
+    groups = len(verdicts) // group_size
+    return dataclasses.replace(
+        rollout,
+        group=np.repeat(np.arange(groups, dtype=np.int32), group_size),
+        positive=np.array([v.positive for v in verdicts]),
+        rewards=np.array([v.value for v in verdicts], np.float32),
+    )
 
 
 def in_steps(

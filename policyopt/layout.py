@@ -38,14 +38,17 @@ def run_rules(changes: Mapping[str, Any]) -> Rules:
         raise ValueError(f'config.{error}') from error
 
 
-def run_mesh(axes: Sequence[tuple[str, int]] | None, rules: Rules) -> Mesh | None:
-    """Mesh of a run over all devices; None for a run on one, which needs no mesh.
+def run_mesh(
+    axes: Sequence[tuple[str, int]] | None, rules: Rules, devices: Sequence[Any] | None = None
+) -> Mesh | None:
+    """Mesh of a run over its devices; None for a run on one, which needs no mesh.
 
     Args:
       axes: as `sharding.make_mesh` takes them; () for the first device alone; None for DEFAULT_MESH
         over accelerators and several processes, and for the first device on CPU, where more than
         one is no faster.
       rules: those of the run.
+      devices: of the run; None for all. The first is that of a run on one.
 
     Raises ValueError as `make_mesh` does, and for an axis of the mesh that no rule uses, or one of
     the rules that no mesh has, with the nearest spelling.
@@ -76,7 +79,7 @@ def run_mesh(axes: Sequence[tuple[str, int]] | None, rules: Rules) -> Mesh | Non
     if not axes:
         return None
     try:
-        mesh = sharding.make_mesh(axes)
+        mesh = sharding.make_mesh(axes, devices)
     except ValueError as error:
         raise ValueError(f'config.{error}') from error
     return mesh if mesh.size > 1 else None
@@ -87,6 +90,7 @@ def check(
     models: Iterable[Any],
     rows: Mapping[str, int],
     least: Mapping[str, int] | None = None,
+    named: str = 'config.mesh',
 ) -> None:
     """Check that a mesh fits models and batches, before anything is compiled.
 
@@ -95,6 +99,7 @@ def check(
       models: whose parameters it holds, all of the same rules.
       rows: by the name of what decides them, rows that go through a model at once.
       least: the same of rows that are rounded down to a number that divides.
+      named: what decides the mesh, for errors.
 
     Raises ValueError where a parameter does not divide over its mesh axes, naming it; where rows do
     not divide, with what they are; and for a mesh axis that splits neither a parameter nor rows, so
@@ -112,7 +117,7 @@ def check(
         split = _names(batch[0]) if len(batch) else ()
         used |= set(split)
         shards = math.prod(sizes[name] for name in split)
-        why = f'{shards}, the devices that config.mesh splits rows over ({", ".join(split)})'
+        why = f'{shards}, the devices that {named} splits rows over ({", ".join(split)})'
         for what, count in rows.items():
             if count % shards:
                 raise ValueError(f'{what} is {count}; legal are multiples of {why}')
@@ -122,7 +127,7 @@ def check(
     for name, size in sizes.items():
         if size > 1 and name not in used:
             raise ValueError(
-                f'config.mesh gives {size} devices to {name!r}, which splits no parameter of this '
+                f'{named} gives {size} devices to {name!r}, which splits no parameter of this '
                 'model and no rows: they would all do the same. Legal is 1'
             )
 
@@ -132,8 +137,9 @@ def rows(c: Any) -> tuple[dict[str, int], dict[str, int]]:
     r, least = c.rollout, {}
     each = r.prompts * r.group_size
     found = {'evaluation.batch': c.evaluation.batch, 'rollout.prompts * group_size': each}
+    own = c.asynchronous is not None and c.asynchronous.devices is not None
     if r.engine is not None:
-        found['rollout.engine.slots'] = r.engine.slots
+        found |= {} if own else {'rollout.engine.slots': r.engine.slots}
     else:
         found['rollout.prompts * group_size / chunks'] = each // r.chunks
     found['rollout.prompts * group_size / minibatches'] = each // c.minibatches

@@ -18,6 +18,7 @@ from policyopt.recipe import Setup
 from policyopt.reference import Reference, make_reference
 from policyopt.rewards import Ledger, Page
 from policyopt.state import kept, merged
+from policyopt.stream import Stream
 from policyopt.workdir import RECORDS, SAMPLES, TIMINGS
 
 
@@ -33,6 +34,7 @@ class Loop(NamedTuple):
       save_batches: RL steps whose minibatches are saved.
       profile: which steps are traced.
       ledger: of verdicts; None where there are no checkpoints to go on from.
+      stream: of answers that are drawn ahead; None where the config is not asynchronous.
     """
 
     learner: Learner
@@ -44,6 +46,7 @@ class Loop(NamedTuple):
     save_batches: Sequence[int] = ()
     profile: profiling.Profile | None = None
     ledger: Ledger | None = None
+    stream: Stream | None = None
 
     def page(self, stage: str, number: int, step: int) -> Page | None:
         """Where the verdicts of a stage's step are, which is done again with RL step `step`."""
@@ -111,7 +114,20 @@ def make_loop(
     )
     source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
     ledger = None if checkpoints is None else Ledger(checkpoints.workdir)
-    return Loop(learner, collect, source, workdir, checkpoints, stop, save_batches, profile, ledger)
+    stream = None
+    if c.asynchronous is not None:
+        stream = Stream(
+            setup.model,
+            c.rollout,
+            c.sampling,
+            setup.task.prompt_width,
+            setup.judge,
+            c.asynchronous,
+            setup.generators,
+            ledger,
+        )
+    shared = (learner, collect, source, workdir, checkpoints, stop, save_batches, profile)
+    return Loop(*shared, ledger, stream)
 
 
 def new_point(
@@ -136,6 +152,9 @@ def save(loop: Loop, point: Point) -> None:
     if point.base is not None:
         notes['base'] = point.base
     notes['samples'] = workdir_lib.position(loop.samples)
+    rollouts = None
+    if loop.stream is not None:
+        rollouts, notes['stream'] = loop.stream.save()
     progress = Progress(
         step=point.step,
         source=loop.source.get_state(),  # type: ignore[attr-defined]
@@ -143,7 +162,8 @@ def save(loop: Loop, point: Point) -> None:
         skipped=point.skipped,
         notes=notes,
     )
-    loop.checkpoints.save(kept(point.state), point.reference and point.reference.params, progress)
+    held = point.reference and point.reference.params
+    loop.checkpoints.save(kept(point.state), held, progress, rollouts)
     if loop.ledger is not None and (whole := loop.checkpoints.steps()):
         loop.ledger.prune(whole[0])
 
@@ -160,6 +180,9 @@ def resume(setup: Setup, loop: Loop) -> Point:
     progress = saved.progress
     base.check_base(loop.workdir, progress.notes, point.base)
     hosts.by_first(lambda: _cut(loop, progress))
+    if loop.stream is not None:
+        rollouts, notes = saved.rollouts or {}, progress.notes['stream']
+        loop.stream.restore(rollouts, notes, loop.source, point.state.key)
     loop.source.set_state(progress.source)  # type: ignore[attr-defined]
     reference = point.reference and dataclasses.replace(point.reference, params=saved.reference)
     params = merged(point.state.params, saved.train.params)

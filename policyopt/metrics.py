@@ -32,12 +32,16 @@ SHOWN = (
     ('kl_behavior/k3', 'KL', '.2g'),
     ('entropy', 'entropy', '.2f'),
     ('tokens_per_second', 'tokens/s', ',.0f'),
+    ('staleness', 'staleness', '.2f'),
+    ('async/idle', 'idle slots', '.0%'),
+    ('async/dropped', 'dropped', '.0%'),
     ('rollout/kept', 'kept', '.0%'),
     ('rollout/not_sampled', 'not sampled', '.1%'),
     ('rollout/not_judged', 'without reward', '.1%'),
     ('skipped', 'skipped updates', '.0%'),
 )
 USUAL = {  # not worth a look
+    'async/dropped': 0.0,
     'rollout/kept': 1.0,
     'rollout/not_sampled': 0.0,
     'rollout/not_judged': 0.0,

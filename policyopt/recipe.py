@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from policyopt import (
     algorithms,
+    asynchronous,
     base,
     checks,
     data,
@@ -54,6 +55,8 @@ class RunConfig:
       preferences: how the run trains a reward model before RL; None for none.
       rollout, sampling, optimizer, evaluation, checkpoint: see their classes.
       warm_start: the supervised stage; None for none.
+      asynchronous: answers are drawn ahead of the updates that learn from them; None draws those
+        of a step with its own parameters, and waits for all of them.
       steps: RL steps, each of which draws new answers.
       epochs: passes over the rows of a step.
       minibatches: optimizer steps of a pass.
@@ -95,6 +98,7 @@ class RunConfig:
     judge: rewards.JudgeConfig = rewards.JudgeConfig()
     preferences: PreferencesConfig | None = None
     dynamic_sampling: bool = False
+    asynchronous: asynchronous.AsyncConfig | None = None
     steps: int = 100
     epochs: int = 1
     minibatches: int = 1
@@ -165,6 +169,8 @@ class Setup(NamedTuple):
       mesh: the devices; None for one, without a mesh. Everything on them runs in
         `sharding.use(mesh)`.
       truth: what judges measurements, where the judge's reward is that of a model; else None.
+      generators: the mesh of each generator; None for one that shares the trainer's devices, ()
+        where the config is not asynchronous.
     """
 
     config: RunConfig
@@ -178,6 +184,7 @@ class Setup(NamedTuple):
     width: int
     mesh: Any = None
     truth: Any = None
+    generators: Sequence[Any] = ()
 
     @property
     def measure(self) -> Any:
@@ -217,7 +224,8 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     rollout_lib.check_groups(algorithm, needed, c.rollout, c.algorithm)
     own = c.critic is not None and c.critic.own
     rules = layout.run_rules(c.rules)
-    mesh = layout.run_mesh(c.mesh, rules)
+    a = c.asynchronous
+    mesh = layout.run_mesh(c.mesh, rules, asynchronous.split(a and a.devices)[0])
     model, params = base.make_model(c, critic and not own, mesh, rules)
     setup = Setup(
         config=c,
@@ -230,11 +238,17 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
         needed=needed,
         width=0,
         mesh=mesh,
+        generators=() if a is None else asynchronous.meshes(a, rules),
     )
     if not problems:
         return setup
     layout.check(mesh, [m for m in (model, setup.critic_model) if m is not None], *layout.rows(c))
     task = data.make_task(c.task or c.tasks, model.tokenizer)
+    if a is not None:
+        asynchronous.check(c, c.algorithm, algorithm, bool(task.played))
+        assert c.rollout.engine is not None  # as it is checked
+        slots = {'config.rollout.engine.slots': c.rollout.engine.slots}
+        layout.check(setup.generators[0], [model], slots, named='config.asynchronous.mesh')
     _check_sizes(c, task)
     if algorithm.update.step is not None and c.optimizer != learner_lib.OptimizerConfig():
         raise ValueError(

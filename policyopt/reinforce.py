@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from policyopt import batches as batches_lib
-from policyopt import evaluate, hosts, metrics, recipe, settings, sharding, stopping
+from policyopt import evaluate, hosts, metrics, recipe, settings, sharding, staleness, stopping
 from policyopt import rollout as rollout_lib
 from policyopt import turns as turns_lib
 from policyopt.checkpoint import fingerprint
@@ -50,6 +50,8 @@ def reinforce(setup: Setup, loop: Loop, point: Point) -> Any:
             reference = point.reference and point.reference.update(step, done.state.params)
             point = point._replace(state=done.state, reference=reference, step=step)
             times = done.times | {'seconds': time.monotonic() - began, 'compiles': compiles.take()}
+            if loop.stream is not None:
+                times |= loop.stream.idle(times['seconds'], times.get('sample_seconds', 0.0))
             times['tokens_per_second'] = done.values['rollout/tokens'] / times['seconds']
             metrics.append(loop.records, 'rl', step, done.values)
             metrics.append(loop.timings, 'rl', step, times | {'time': time.time()})
@@ -108,10 +110,11 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
             key,
             version=step - 1,
             watch=watch,
-            page=loop.page('rl', step, step),
+            page=None if loop.stream else loop.page('rl', step, step),
+            stream=loop.stream,
         )
     except rollout_lib.NotSampled as error:
-        values = error.metrics | {'skipped': 1.0}
+        values = error.metrics | streamed(loop, error.batch, step) | {'skipped': 1.0}
         missed = [True] * (c.epochs * c.minibatches)
         return Step(
             state,
@@ -143,12 +146,23 @@ def rl_step(setup: Setup, loop: Loop, point: Point, step: int) -> Step:
                 origin = origin_of(c, step, epoch + 1, number + 1, seen, controllers_of(values))
                 save_part(path, origin, part, logp)
     state = loop.learner.adapt(state, found[-1])
-    numbers = collected.metrics | metrics.numbers(*found)
+    if loop.stream is not None:
+        loop.stream.run_ahead()
+    numbers = collected.metrics | streamed(loop, collected.batch, step) | metrics.numbers(*found)
     skipped = [bool(x) for x in hosts.fetch([m['skipped'].total for m in found])]
     rescored = scored.result() - began if scored else 0.0
     times = seconds_of(watch, update=time.monotonic() - began - rescored, rescored=rescored)
     times |= collected.timings
     return Step(state, numbers, times, parts, logp_new, skipped, controllers_of(found[0]))
+
+
+def streamed(loop: Loop, batch: TokenBatch, step: int) -> dict[str, float]:
+    """Numbers for the log of rows that were drawn ahead; none where they were not."""
+    if loop.stream is None:
+        return {}
+    version, mask = hosts.fetch((batch.version, batch.mask))
+    found = staleness.ages(version, mask, step - 1)
+    return staleness.describe(found, loop.stream.bound) | loop.stream.describe()
 
 
 def minibatches(setup: Setup, batch: TokenBatch) -> list[TokenBatch]:
@@ -326,9 +340,15 @@ def explanation(setup: Setup) -> str:
     c = setup.config
     how = 'greedy' if c.evaluation.temperature == 0 else f'temperature {c.evaluation.temperature}'
     by = 'the parameters' if c.ema is None else 'the moving average of the parameters'
+    ahead = ''
+    if c.asynchronous is not None:
+        ahead = (
+            '; staleness: RL steps between the policy that drew a token and the one that learns '
+            'from it, mean; idle slots: those of all decode steps that drew none'
+        )
     return (
         'sampled accuracy: right answers of all drawn in a step; held-out accuracy: right answers '
-        f'to {len(setup.task.held_out)} problems never trained on, {how}, by {by}'
+        f'to {len(setup.task.held_out)} problems never trained on, {how}, by {by}{ahead}'
     )
 
 

@@ -29,6 +29,7 @@ from policyopt.sampling import (
     Turn,
     allowed_mask,
 )
+from policyopt.stream import Stream
 from policyopt.types import Algorithm, MissingInput, Rollout, TokenBatch
 
 
@@ -184,7 +185,7 @@ def make_collector(
     values: Callable[[Any, Rollout], Any] | None = None,
     replay: Sequence[str] = ('support', 'routing'),
 ) -> Collect:
-    """Build collect(state, reference, source, key, version, watch, page) -> Collected.
+    """Build collect(state, reference, source, key, version, watch, page, stream) -> Collected.
 
     Each round takes `config.prompts` problems from `source`, draws `group_size` answers to each,
     judges them, shapes the rewards and asks the keep rule; rounds go on until prompts * group_size
@@ -195,7 +196,7 @@ def make_collector(
     finite numbers have no reward either and are emptied, so that no forward pass meets their
     numbers again; metric `rollout/not_sampled` counts them. Advantages are estimated on the rows
     that stay. Verdicts are written down on `page`, if there is one, and those that it has from
-    before are used again.
+    before are used again. With a `stream`, which has a page of its own, rounds are taken from it.
 
     The reference policy is scored only where the algorithm reads it, the critic likewise. An
     answer that was not divided into steps or turns is one segment, and `segment_rewards` holds its
@@ -263,6 +264,7 @@ def make_collector(
         version: int = 0,
         watch: metrics_lib.Stopwatch | None = None,
         page: Page | None = None,
+        stream: Stream | None = None,
     ) -> Collected:
         watch = watch or metrics_lib.Stopwatch()
         rows = config.prompts * config.group_size
@@ -271,14 +273,12 @@ def make_collector(
         turns: list[list[Turn]] = []
         stats: list[Stats] = []
         for number in range(config.max_rounds):
-            found = draw(
-                state.params,
-                Round(judge, page, number),
-                next(source),
-                jax.random.fold_in(key, number),
-                version,
-                watch,
-            )
+            own = jax.random.fold_in(key, number)
+            if stream is None:
+                judging = Round(judge, page, number)
+                found = draw(state.params, judging, next(source), own, version, watch)
+            else:
+                found = stream.take(state.params, source, own, version, watch)
             verdicts += found.verdicts
             turns += found.turns or []
             stats += found.stats

@@ -6,7 +6,7 @@ at another ratio takes it as an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -123,3 +123,36 @@ def trust_mask(low: float, high: float, ratio: Callable[[LossInputs], Array]) ->
 def detached_weight(ratio: Callable[[LossInputs], Any]) -> Gate:
     """exp of the given ratio as a weight without gradient: sg[rho] in the ablation grid."""
     return lambda inputs, log_ratio: masked.bounded_exp(ratio(inputs))
+
+
+def read(value: Any, where: str) -> Any:
+    """The gates that a config asks for: names of this module, or sections.
+
+    Args:
+      value: 'truncated_importance', {'gate': 'truncated_importance', ARGUMENTS}, or several of them
+        in a list; a gate passes.
+      where: name of the argument, for errors.
+
+    Raises ValueError or TypeError, with the nearest spelling.
+    """
+    if not isinstance(value, list | tuple):
+        return read([value], where)
+    known = [name for name, v in globals().items() if getattr(v, 'slot', '') == 'gate']
+    found = []
+    for gate in value:
+        section = {'gate': gate} if isinstance(gate, str) else gate
+        if callable(gate):
+            found.append(gate)
+            continue
+        name = section.get('gate') if isinstance(section, Mapping) else None
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{where} has {gate!r}; legal is a name, or {{'gate': NAME, ARGUMENTS}}."
+                f'{checks.nearest("", known)}'
+            )
+        if name not in known:
+            raise ValueError(
+                f'{where} has {name!r}, which is no gate.{checks.nearest(name, known)}'
+            )
+        found.append(globals()[name](**{k: v for k, v in section.items() if k != 'gate'}))
+    return found

@@ -8,9 +8,10 @@ those of `sampling.sample` for the same key, whatever the slots, their order or 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +82,12 @@ class Engine:
         """Whether `step` has anything left to do or to return."""
         rows = any(row is not None for row in self._table.rows)
         return bool(rows or self._waiting or self._parked or self._starting or self._ended)
+
+    @property
+    def load(self) -> int:
+        """Rows that have not ended."""
+        held = sum(row is not None for row in self._table.rows)
+        return held + len(self._waiting) + len(self._parked) + len(self._starting)
 
     @property
     def stats(self) -> Stats:
@@ -160,11 +167,12 @@ class Engine:
             self._next_id = max(self._next_id, row.id + 1)
             self._waiting.append(row)
 
-    def step(self, params: Any, version: int = 0) -> list[Row]:
+    def step(self, params: Any, version: int = 0, even: bool = False) -> list[Row]:
         """Refill slots, feed observations, decode up to `steps` tokens; returns rows that ended.
 
-        `version` is recorded on every token drawn in this call. Blocks for environments only where
-        no row can decode.
+        `version` is recorded on every token drawn in this call. It ends early where a row could
+        have the slot of one that ended, unless calls are to be of `even` length. Blocks for
+        environments only where no row can decode.
         """
         if params is not self._seen:
             self._prefixes, self._seen = {}, params
@@ -177,7 +185,7 @@ class Engine:
         if self._table.active().any():
             rows = self._table.rows
             patience = len(rows)
-            if self._waiting or self._starting or self._parked:
+            if (self._waiting or self._starting or self._parked) and not even:
                 patience = max(1, self._engine.refill - len(self._table.free()))
             if any(r is not None and r.environment for r in rows):
                 patience = min(patience, self._engine.refill)  # they have the turn at once
@@ -208,6 +216,19 @@ class Engine:
                 break
             self._unpark()
         return sorted(out, key=lambda row: row.id)
+
+    def copies(self) -> list[Row]:
+        """Copies of what `abort` would return, of rows without environments; all go on."""
+        rows = [dataclasses.replace(row) for row in self._waiting]
+        held = (slot for slot, row in enumerate(self._table.rows) if row is not None)
+        return sorted([*rows, *map(self._table.copy, held)], key=lambda row: row.id)
+
+    def drop(self, ids: Collection[int]) -> None:
+        """Forget rows without environments that have not ended; their slots are free."""
+        self._waiting = collections.deque(row for row in self._waiting if row.id not in ids)
+        for slot, row in enumerate(self._table.rows):
+            if row is not None and row.id in ids:
+                self._table.take(slot)
 
     def _enqueue(self, row: Row, prompt: Sequence[int]) -> None:
         error = prompt_error(prompt, self._size - 1, self._model.config.vocab_size)

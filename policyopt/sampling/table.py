@@ -97,11 +97,18 @@ class Table:
 
     def take(self, slot: int) -> Row:
         """Empty a slot; the row has its record with it."""
-        row = self.row(slot)
+        row = self._recorded(slot, self.row(slot))
+        self.rows[slot] = None
+        return row
+
+    def copy(self, slot: int) -> Row:
+        """A copy of the row in a slot, with its record, as `take` would give it."""
+        return self._recorded(slot, dataclasses.replace(self.row(slot)))
+
+    def _recorded(self, slot: int, row: Row) -> Row:
         row.data = self._buffers.copy(slot, row.length)
         if self._state is not None:
             row.state = hosts.fetch(jax.tree.map(lambda x: x[slot], self._state))
-        self.rows[slot] = None
         return row
 
     @property
