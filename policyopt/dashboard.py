@@ -142,6 +142,15 @@ def _turn_rewards(run: Run) -> list[Line]:
     ]
 
 
+def _critic(run: Run) -> list[Line]:
+    """Of all tokens, and of both ends of answers."""
+    parts = list(run.group('value/explained_at').values())
+    ends = zip(('beginnings of answers', 'their ends'), (parts[:1], parts[-1:]), strict=True)
+    return _of(('value/explained_variance', 'all tokens'))(run) + [
+        Line(label, series) for label, found in ends for series in found
+    ]
+
+
 def _slots(run: Run) -> list[Line]:
     found = {'drew a token': 'slot_use', 'waited for an environment': 'slots_waiting'}
     lines = [Line(label, run.times(name)) for label, name in found.items()]
@@ -223,7 +232,7 @@ PANELS = (
     Panel('Turns of a row', 'turns', _of(('turns/mean', 'mean'), ('turns/max', 'most')), zero=True),
     Panel('Reward of turns', 'reward', _turn_rewards),
     Panel('Slots with turns', 'share', _slots, zero=True),
-    Panel('Critic', 'explained variance', _of(('value/explained_variance', 'explained'))),
+    Panel('Critic', 'explained variance', _critic),
     Panel(
         'Adaptive coefficients',
         'value',

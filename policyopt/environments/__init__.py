@@ -6,6 +6,7 @@
 
 from policyopt.environments.calculator import calculator
 from policyopt.environments.guessing import guessing
+from policyopt.environments.progression import progression
 from policyopt.environments.recorded import Recorded, Said, said
 from policyopt.environments.scenario import (
     Demonstration,
@@ -28,6 +29,7 @@ __all__ = [
     'demonstrate',
     'guessing',
     'names',
+    'progression',
     'resolve',
     'said',
 ]
