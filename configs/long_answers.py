@@ -1,4 +1,4 @@
-"""Answers of 104 tokens, by VAPO or VC-PPO, each part of which can be left out.
+"""Answers of 106 tokens, by VAPO or VC-PPO, each part of which can be left out.
 
 Published (VAPO, arXiv:2504.05118; VC-PPO, arXiv:2503.01491): the algorithms' own numbers, lambda 1
 for the critic, rewards for the outcome alone, value pretraining until loss and explained variance
@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from policyopt import settings
 
-TERMS = 26  # of an answer, of four characters each
+BLOCKS = 21  # of an answer, of five letters each; the problem has two before them
 # The parts of each algorithm that `without` may name.
 PARTS = {
     'vapo': (
@@ -29,7 +29,7 @@ LAMBDA = 0.95  # where it does not depend on the length
 
 
 def get_config(argument=None):
-    """Numbers and steps, `37+12:`, to go on from: `049 061 073 ...`; the last term is judged.
+    """Walks along the alphabet, `aMNONbMLMNcOPQR...`, that are to end at its beginning.
 
         python -m policyopt.train --config=configs/long_answers.py --workdir=runs/vapo
         python -m policyopt.train --config=configs/long_answers.py:algorithm=vc_ppo \\
@@ -37,10 +37,10 @@ def get_config(argument=None):
         python -m policyopt.train --config=configs/long_answers.py:without=pretraining+nll \\
             --workdir=runs/plain
 
-    A small decoder imitates whole answers until it gets a third of the last terms right. The
-    critic, a trunk of its own, is fitted to the outcomes of the policy's answers until that has
-    settled; then both learn. Cost: minutes on one core. `python -m experiments.value_based` draws
-    the figure of docs/value_based.md.
+    A small decoder imitates walks until a fifth of its own come home. The critic, a trunk of its
+    own, is fitted to the outcomes of the policy's answers until that has settled; then both learn.
+    Cost: minutes on one core.
+    `python -m experiments.value_based` draws the figure of docs/value_based.md.
 
     The argument is `algorithm=vapo` or `algorithm=vc_ppo`, `without=PART`, or several parts with a
     `+` between them, and `tiny=true` (two RL steps of a toy, in seconds, for tests), separated by
@@ -65,21 +65,21 @@ def get_config(argument=None):
     c.seed = 0
     c.tokenizer = 'ascii'
     c.task = dict(
-        environment='progression',
-        kw=dict(terms=TERMS),
-        size=9000,
+        environment='walk',
+        kw=dict(blocks=BLOCKS + 2, steps=4, begun=2, home=3),
+        size=6000,
         held_out=256,
         held_out_share=0.2,
-        prompt_width=6,
+        prompt_width=10,
         seed=0,
     )
     c.model = dict(embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=192)
     c.warm_start = dict(
         batch=32,
         max_steps=2000,
-        every=20,
-        accuracy=(0.3, 0.5),
-        optimizer=dict(learning_rate=4e-3, warmup_steps=20),
+        every=50,
+        accuracy=(0.2, 0.4),
+        optimizer=dict(learning_rate=3e-3, warmup_steps=20),
     )
 
     c.algorithm = f'policyopt.algorithms.{name}'
@@ -97,7 +97,7 @@ def get_config(argument=None):
             per_token='token_loss' not in without,
         )
     c.judge = dict(workers=0)  # a comparison of numbers, which needs no limits
-    c.sampling = dict(max_new_tokens=4 * TERMS, temperature=1.0)
+    c.sampling = dict(max_new_tokens=5 * BLOCKS + 1, temperature=1.0)
     grouped = name == 'vapo' and 'group_sampling' not in without
     c.rollout = dict(prompts=16, group_size=8) if grouped else dict(prompts=128, group_size=1)
     c.steps = 60

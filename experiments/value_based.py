@@ -51,7 +51,7 @@ ROUNDS = flags.DEFINE_integer('rounds', 4, 'Batches of answers the critic is loo
 FOLDER = flags.DEFINE_string('folder', 'runs/value_based', 'Folder for the runs.')
 OUTPUT = flags.DEFINE_string('output', 'docs/figures/value_based.png', 'Where the figure goes.')
 
-BINS = config_lib.TERMS  # of a position in the answer: one for each term
+BINS = config_lib.BLOCKS  # of a position in the answer: one for each block
 PROFILE = 'critic.json'  # in the folder of a run
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999')
 SIDES = {'right': COLOURS[0], 'wrong': COLOURS[1]}
@@ -88,7 +88,7 @@ def profile(
 ) -> dict[str, Any]:
     """Values, advantages and explained variance by position; arrays [B,T], rewards [B]."""
     place = np.asarray(masked.position_bins(mask, bins))
-    returns = np.where(mask != 0, rewards[:, None], 0).astype(np.float32)
+    returns: Any = np.where(mask != 0, rewards[:, None], 0).astype(np.float32)
     found: dict[str, Any] = {'right': int((rewards > 0).sum()), 'answers': len(rewards)}
     for name, x in (('value', values), ('advantage', advantages)):
         found[name] = {}
@@ -110,13 +110,14 @@ def drawn(setup: Any, loop: Any, state: Any, rounds: int) -> list[Any]:
 
 def look(setup: Any, loop: Any, state: Any, rollouts: Sequence[Any]) -> dict[str, Any]:
     """What the critic thinks of answers, and what the algorithm makes of it; see `profile`."""
-    parts = []
+    parts: list[Any] = []
     for rollout in rollouts:
         values = np.asarray(loop.learner.values(state, rollout))
         valued = dataclasses.replace(rollout, values=values)
         advantages = np.asarray(setup.algorithm.advantages(valued).advantages)
         parts.append((values, advantages, np.asarray(rollout.rewards), np.asarray(rollout.mask)))
-    return profile(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+    values, advantages, rewards, mask = map(np.concatenate, zip(*parts, strict=True))
+    return profile(values, advantages, rewards, mask)
 
 
 # ============================================================================ runs
@@ -175,6 +176,7 @@ def run(line: str, seed: int, root: pathlib.Path, steps: int, rounds: int) -> pa
         before = reinforce.record_accuracy(setup, params, loop, 0)
         point = loop_lib.new_point(setup, loop, params, before, warm_steps)
         critic = setup.config.critic
+        assert critic is not None
         if critic.pretrain is not None:
             answers = drawn(setup, loop, point.state, rounds)
             found = {'before': look(setup, loop, point.state, answers)}

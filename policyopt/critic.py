@@ -133,21 +133,30 @@ class ValueStop:
     steps the averaged loss changed by less than `tolerance` of itself and the averaged explained
     variance by less than `tolerance`. max_steps is VAPO's 50; the other numbers are choices.
 
+    A critic that has not begun to learn looks settled, too: it says the mean everywhere, and its
+    explained variance stands at 0. `min_steps` should be long enough for it to begin.
+
     Attributes:
       max_steps: steps at most.
       window: steps of the running means.
       looks: consecutive steps that must be settled.
       tolerance: relative for the loss, absolute for the explained variance.
+      min_steps: steps at least.
     """
 
     max_steps: int = 50
     window: int = 5
     looks: int = 3
     tolerance: float = 0.02
+    min_steps: int = 1
 
     def __post_init__(self):
-        for name in ('max_steps', 'window', 'looks'):
+        for name in ('max_steps', 'min_steps', 'window', 'looks'):
             checks.number(name, getattr(self, name), 1)
+        if self.min_steps > self.max_steps:
+            raise ValueError(
+                f'min_steps={self.min_steps}; legal is up to max_steps={self.max_steps}'
+            )
         if not self.tolerance > 0:
             raise ValueError(f'tolerance={self.tolerance}; legal is above 0')
 
@@ -159,7 +168,7 @@ class ValueStop:
         """Whether both have settled after these steps, whatever max_steps is."""
         if len(losses) != len(explained):
             raise ValueError(f'{len(losses)} losses but {len(explained)} explained variances')
-        if len(losses) < self.window + self.looks:
+        if len(losses) < max(self.min_steps, self.window + self.looks):
             return False
 
         def changes(x: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -85,7 +85,15 @@ def test_value_pretraining_stops_when_both_have_settled_or_at_the_limit():
     assert not stop.settled(list(range(1, 21)), list(range(20))) and stop.settled(
         [0.5] * 5, flat + [0.5]
     )
-    for wrong in ({'window': 0}, {'tolerance': 0.0}, {'max_steps': 0}, {'looks': 0}):
+    later = critic.ValueStop(max_steps=20, window=2, looks=3, tolerance=0.01, min_steps=7)
+    assert not later([0.5] * 6, [0.5] * 6) and later([0.5] * 7, [0.5] * 7)
+    for wrong in (
+        {'window': 0},
+        {'tolerance': 0.0},
+        {'max_steps': 0},
+        {'looks': 0},
+        {'min_steps': 51},
+    ):
         with pytest.raises(ValueError, match=f'{next(iter(wrong))}'):
             critic.ValueStop(**wrong)
 

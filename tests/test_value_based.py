@@ -1,6 +1,7 @@
 """Long answers by VAPO and VC-PPO: the task, the parts that can be left out, the experiment."""
 
 import json
+from string import ascii_lowercase as LETTERS
 
 import numpy as np
 import pytest
@@ -15,27 +16,47 @@ from tests.test_critic import numpy_bins
 ASCII = data.ascii_tokenizer()
 
 
-def test_progressions_are_long_and_judged_by_their_last_term(tmp_path):
-    scenario = environments.progression(terms=26)
+def test_walks_are_long_and_judged_by_their_end(tmp_path):
+    scenario = environments.walk()
     score = build(scenario.scorer)
-    for problem in scenario.problems(50, 0):
-        start, step = map(int, problem.prompt[:-1].split('+'))
-        terms = problem.answer.split(' ')
-        assert [int(x) for x in terms] == [start + step * n for n in range(1, 27)]
-        assert len(problem.answer) + 1 == 26 * 4  # with its end of sequence
-        example = {'answer': problem.answer}
-        wrong = problem.answer[:-3] + f'{int(terms[-1]) + 1:03d}'
-        assert score(problem.answer, example) == score(f'7 {terms[-1]}', example) == 1
-        assert score(wrong, example) == score('', example) == score(terms[-1] + ' ', example) == 0
+    for problem in scenario.problems(40, 0):
+        text = problem.prompt + problem.answer
+        assert len(problem.prompt) == 10 and len(problem.answer) == 105
+        assert text[::5] == LETTERS[:23]
+        places = [ord(c) for i, c in enumerate(text) if i % 5]
+        assert all(abs(a - b) == 1 for a, b in zip(places, places[1:], strict=False))
+        assert chr(places[-1]) in 'ABC'
+
+        def judge(answer, prompt=problem.prompt):
+            return score(answer, {'question': prompt})
+
+        assert judge(problem.answer) == 1
+        last = problem.answer[-1]
+        # Where A or C was the end, the other neighbour of B is one, too.
+        other = {'A': 'C', 'C': 'A'}.get(last)
+        if other is not None and problem.answer[-2] == 'B':
+            assert judge(problem.answer[:-1] + other) == 1
+        for wrong in ('', problem.answer[:-1], problem.answer + 'B', problem.answer[5:]):
+            assert judge(wrong) == 0
+        assert judge(problem.answer[:-1] + 'Z') == judge(problem.answer.lower()) == 0
+        assert judge(problem.answer.replace('m', 'n')) == 0
+    far = 'bNOPQ'  # from N, not a step
+    small = build(environments.walk(blocks=2, steps=4, begun=1, home=20).scorer)
+    assert small(far, {'question': 'aKLMN'}) == 0 and small(far, {'question': 'aLMLM'}) == 1
     config = data.TaskConfig(
-        environment='progression', kw=dict(terms=3), size=80, held_out=4, data_dir=str(tmp_path)
+        environment='walk',
+        kw=dict(blocks=3, begun=1),
+        size=200,
+        held_out=4,
+        data_dir=str(tmp_path),
     )
     task = data.make_task(config, ASCII)
     item = task.train[0]
-    assert not task.played and item.play is None and task.longest_answer == 12
+    assert not task.played and item.play is None and task.longest_answer == 11
+    assert task.score(item.answer, item.entry) == 1
     batch = data.supervised([item], ASCII, 20)
     n = len(item.ids)
-    assert ASCII.decode(batch.tokens[0, n : n + 11]) == item.answer and batch.mask.sum() == 12
+    assert ASCII.decode(batch.tokens[0, n : n + 10]) == item.answer and batch.mask.sum() == 11
     with pytest.raises(ValueError, match='stops is .* but a scenario without environment has one'):
         environments.Scenario(scenario.problems, stops='>')
 

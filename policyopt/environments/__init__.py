@@ -6,7 +6,6 @@
 
 from policyopt.environments.calculator import calculator
 from policyopt.environments.guessing import guessing
-from policyopt.environments.progression import progression
 from policyopt.environments.recorded import Recorded, Said, said
 from policyopt.environments.scenario import (
     Demonstration,
@@ -17,6 +16,7 @@ from policyopt.environments.scenario import (
     names,
     resolve,
 )
+from policyopt.environments.walk import walk
 
 __all__ = [
     'Demonstration',
@@ -29,7 +29,7 @@ __all__ = [
     'demonstrate',
     'guessing',
     'names',
-    'progression',
     'resolve',
     'said',
+    'walk',
 ]
