@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from policyopt import settings
 
-BLOCKS = 21  # of an answer, of five letters each; the problem has two before them
+BLOCKS = 21  # of an answer, of a letter and four signs each; the problem has two before them
 # The parts of each algorithm that `without` may name.
 PARTS = {
     'vapo': (
@@ -29,7 +29,7 @@ LAMBDA = 0.95  # where it does not depend on the length
 
 
 def get_config(argument=None):
-    """Walks along the alphabet, `aMNONbMLMNcOPQR...`, that are to end at its beginning.
+    """Walks of plus and minus, `+12:a+-++b++--c-++-...`, to end at a number or above it.
 
         python -m policyopt.train --config=configs/long_answers.py --workdir=runs/vapo
         python -m policyopt.train --config=configs/long_answers.py:algorithm=vc_ppo \\
@@ -37,10 +37,10 @@ def get_config(argument=None):
         python -m policyopt.train --config=configs/long_answers.py:without=pretraining+nll \\
             --workdir=runs/plain
 
-    A small decoder imitates walks until a fifth of its own come home. The critic, a trunk of its
+    A small decoder imitates walks until a third of its own end well. The critic, a trunk of its
     own, is fitted to the outcomes of the policy's answers until that has settled; then both learn.
-    Cost: minutes on one core.
-    `python -m experiments.value_based` draws the figure of docs/value_based.md.
+    Cost: minutes on one core. `python -m experiments.value_based` draws the figure of
+    docs/value_based.md.
 
     The argument is `algorithm=vapo` or `algorithm=vc_ppo`, `without=PART`, or several parts with a
     `+` between them, and `tiny=true` (two RL steps of a toy, in seconds, for tests), separated by
@@ -66,11 +66,11 @@ def get_config(argument=None):
     c.tokenizer = 'ascii'
     c.task = dict(
         environment='walk',
-        kw=dict(blocks=BLOCKS + 2, steps=4, begun=2, home=3),
+        kw=dict(blocks=BLOCKS + 2, steps=4, begun=2, reach=30),
         size=6000,
         held_out=256,
         held_out_share=0.2,
-        prompt_width=10,
+        prompt_width=14,
         seed=0,
     )
     c.model = dict(embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=192)
@@ -78,7 +78,7 @@ def get_config(argument=None):
         batch=32,
         max_steps=2000,
         every=50,
-        accuracy=(0.2, 0.4),
+        accuracy=(0.3, 0.6),
         optimizer=dict(learning_rate=3e-3, warmup_steps=20),
     )
 
@@ -100,14 +100,14 @@ def get_config(argument=None):
     c.sampling = dict(max_new_tokens=5 * BLOCKS + 1, temperature=1.0)
     grouped = name == 'vapo' and 'group_sampling' not in without
     c.rollout = dict(prompts=16, group_size=8) if grouped else dict(prompts=128, group_size=1)
-    c.steps = 60
+    c.steps = 30
     c.minibatches = 4
     c.optimizer = dict(learning_rate=3e-4, warmup_steps=10)
     c.critic = dict(own=True, optimizer=dict(learning_rate=1e-3, warmup_steps=10))
     if 'pretraining' not in without:
-        c.critic.pretrain = dict(max_steps=100, window=10, looks=3, tolerance=0.02)
-    c.evaluation = dict(every=20, batch=128, temperature=1.0, samples=2)
-    c.checkpoint = dict(every=20, keep=2)
+        c.critic.pretrain = dict(min_steps=30, max_steps=60, window=10, looks=3)
+    c.evaluation = dict(every=30, batch=128, temperature=1.0, samples=2)
+    c.checkpoint = dict(every=10, keep=2)
 
     if tiny:
         c.task.update(size=400, held_out=16)

@@ -46,7 +46,7 @@ LINES = flags.DEFINE_list(
     'lines', ['vapo', 'vc_ppo', 'vapo-pretraining'], 'Algorithms, with the parts they go without.'
 )
 SEEDS = flags.DEFINE_integer('seeds', 1, 'Number of seeds, from 0.', lower_bound=1)
-STEPS = flags.DEFINE_integer('steps', 60, 'RL steps.', lower_bound=5)
+STEPS = flags.DEFINE_integer('steps', 30, 'RL steps.', lower_bound=5)
 ROUNDS = flags.DEFINE_integer('rounds', 4, 'Batches of answers the critic is looked at on.')
 FOLDER = flags.DEFINE_string('folder', 'runs/value_based', 'Folder for the runs.')
 OUTPUT = flags.DEFINE_string('output', 'docs/figures/value_based.png', 'Where the figure goes.')

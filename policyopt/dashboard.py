@@ -17,6 +17,7 @@ from policyopt.disk import whole
 from policyopt.runs import TIMES, Run, Series, smooth, width_of
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999')
+_AT = 'value/explained_at/'  # and the tenth of an answer
 FEW = 12  # points that are shown as such
 WIDTH, HEIGHT, DPI = 3.7, 2.35, 110  # of a panel, in inches
 
@@ -142,19 +143,9 @@ def _turn_rewards(run: Run) -> list[Line]:
     ]
 
 
-def _critic(run: Run) -> list[Line]:
-    """Of all tokens, and of both ends of answers."""
-    parts = list(run.group('value/explained_at').values())
-    ends = zip(('beginnings of answers', 'their ends'), (parts[:1], parts[-1:]), strict=True)
-    return _of(('value/explained_variance', 'all tokens'))(run) + [
-        Line(label, series) for label, found in ends for series in found
-    ]
-
-
 def _slots(run: Run) -> list[Line]:
     found = {'drew a token': 'slot_use', 'waited for an environment': 'slots_waiting'}
-    lines = [Line(label, run.times(name)) for label, name in found.items()]
-    return [line for line in lines if line.series]
+    return [Line(label, s) for label, name in found.items() if (s := run.times(name))]
 
 
 def _seconds(run: Run) -> list[Line]:
@@ -170,8 +161,7 @@ def _seconds(run: Run) -> list[Line]:
 
 
 def _speed(run: Run) -> list[Line]:
-    series = run.times('tokens_per_second')
-    return [Line('tokens', series)] if series else []
+    return [Line('tokens', s)] if (s := run.times('tokens_per_second')) else []
 
 
 PANELS = (
@@ -232,7 +222,11 @@ PANELS = (
     Panel('Turns of a row', 'turns', _of(('turns/mean', 'mean'), ('turns/max', 'most')), zero=True),
     Panel('Reward of turns', 'reward', _turn_rewards),
     Panel('Slots with turns', 'share', _slots, zero=True),
-    Panel('Critic', 'explained variance', _critic),
+    Panel(
+        'Critic',
+        'explained variance',
+        _of(('value/explained_variance', 'all'), (_AT + '0', 'first tenth'), (_AT + '9', 'last')),
+    ),
     Panel(
         'Adaptive coefficients',
         'value',

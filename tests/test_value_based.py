@@ -19,35 +19,29 @@ ASCII = data.ascii_tokenizer()
 def test_walks_are_long_and_judged_by_their_end(tmp_path):
     scenario = environments.walk()
     score = build(scenario.scorer)
-    for problem in scenario.problems(40, 0):
-        text = problem.prompt + problem.answer
-        assert len(problem.prompt) == 10 and len(problem.answer) == 105
+    ends = set()
+    for problem in scenario.problems(60, 0):
+        number, begun = problem.prompt.split(':')
+        text = begun + problem.answer
+        assert len(problem.prompt) == 14 and len(problem.answer) == 105
         assert text[::5] == LETTERS[:23]
-        places = [ord(c) for i, c in enumerate(text) if i % 5]
-        assert all(abs(a - b) == 1 for a, b in zip(places, places[1:], strict=False))
-        assert chr(places[-1]) in 'ABC'
+        assert text.count('+') - text.count('-') == int(number) and len(text) == 23 * 5
 
-        def judge(answer, prompt=problem.prompt):
-            return score(answer, {'question': prompt})
+        def judge(answer, hidden=problem.hidden):
+            return score(answer, hidden)
 
-        assert judge(problem.answer) == 1
-        last = problem.answer[-1]
-        # Where A or C was the end, the other neighbour of B is one, too.
-        other = {'A': 'C', 'C': 'A'}.get(last)
-        if other is not None and problem.answer[-2] == 'B':
-            assert judge(problem.answer[:-1] + other) == 1
-        for wrong in ('', problem.answer[:-1], problem.answer + 'B', problem.answer[5:]):
+        higher, lower = (problem.answer.replace(*x, 1) for x in (('-', '+'), ('+', '-')))
+        assert judge(problem.answer) == judge(higher) == 1 and judge(lower) == 0
+        for wrong in ('', higher[:-1], higher + '+', higher[5:], higher.replace('d', 'e')):
             assert judge(wrong) == 0
-        assert judge(problem.answer[:-1] + 'Z') == judge(problem.answer.lower()) == 0
-        assert judge(problem.answer.replace('m', 'n')) == 0
-    far = 'bNOPQ'  # from N, not a step
-    small = build(environments.walk(blocks=2, steps=4, begun=1, home=20).scorer)
-    assert small(far, {'question': 'aKLMN'}) == 0 and small(far, {'question': 'aLMLM'}) == 1
+        ends.add(int(number))
+    assert min(ends) >= -30 and max(ends) <= 30 and len(ends) > 15
     config = data.TaskConfig(
         environment='walk',
-        kw=dict(blocks=3, begun=1),
-        size=200,
+        kw=dict(blocks=3, begun=1, reach=4),
+        size=80,
         held_out=4,
+        prompt_width=9,
         data_dir=str(tmp_path),
     )
     task = data.make_task(config, ASCII)
