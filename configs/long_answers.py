@@ -37,7 +37,7 @@ def get_config(argument=None):
         python -m policyopt.train --config=configs/long_answers.py:without=pretraining+nll \\
             --workdir=runs/plain
 
-    A small decoder imitates walks until a third of its own end well. The critic, a trunk of its
+    A small decoder imitates walks until nearly half of its own end well. The critic, a trunk of its
     own, is fitted to the outcomes of the policy's answers until that has settled; then both learn.
     Cost: minutes on one core. `python -m experiments.value_based` draws the figure of
     docs/value_based.md.
@@ -78,7 +78,7 @@ def get_config(argument=None):
         batch=32,
         max_steps=2000,
         every=50,
-        accuracy=(0.3, 0.6),
+        accuracy=(0.45, 0.7),
         optimizer=dict(learning_rate=3e-3, warmup_steps=20),
     )
 
@@ -101,11 +101,11 @@ def get_config(argument=None):
     grouped = name == 'vapo' and 'group_sampling' not in without
     c.rollout = dict(prompts=16, group_size=8) if grouped else dict(prompts=128, group_size=1)
     c.steps = 30
-    c.minibatches = 4
+    c.minibatches = 8
     c.optimizer = dict(learning_rate=3e-4, warmup_steps=10)
     c.critic = dict(own=True, optimizer=dict(learning_rate=1e-3, warmup_steps=10))
     if 'pretraining' not in without:
-        c.critic.pretrain = dict(min_steps=30, max_steps=60, window=10, looks=3)
+        c.critic.pretrain = dict(min_steps=60, max_steps=100, window=20, looks=10, tolerance=0.01)
     c.evaluation = dict(every=30, batch=128, temperature=1.0, samples=2)
     c.checkpoint = dict(every=10, keep=2)
 
