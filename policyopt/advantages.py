@@ -282,7 +282,7 @@ def check_weights(outcome_weight: float, segment_weight: float, reference_beta: 
 
 @checks.factory('advantages')
 def length_adaptive_gae(
-    alpha: float = 0.05, critic_lam: float = 1.0, gamma: float = 1.0
+    alpha: float = 0.05, critic_lam: float | None = 1.0, gamma: float = 1.0
 ) -> Estimator:
     """GAE with lambda = 1 - 1/(alpha n) for a row of n policy tokens (VAPO 2504.05118).
 
@@ -290,17 +290,19 @@ def length_adaptive_gae(
 
     Args:
       alpha: above 0.
-      critic_lam: the critic's lambda, 1 for Monte-Carlo targets.
+      critic_lam: the critic's lambda, 1 for Monte-Carlo targets; the policy's where None.
       gamma: discount per policy token.
     """
     checks.number('alpha', alpha, 1e-9)
-    checks.number('critic_lam', critic_lam, 0, 1)
+    if critic_lam is not None:
+        checks.number('critic_lam', critic_lam, 0, 1)
     checks.number('gamma', gamma, 0, 1)
 
     def estimate(rollout: Any) -> Estimates:
         n = jnp.maximum(masked.count(rollout.mask), 1)
         lam = jnp.clip(1 - 1 / (alpha * n), 0, 1)
-        return _critic_estimates(rollout, 'length_adaptive_gae', gamma, lam, critic_lam)
+        critic = lam if critic_lam is None else critic_lam
+        return _critic_estimates(rollout, 'length_adaptive_gae', gamma, lam, critic)
 
     return estimate
 

@@ -391,15 +391,16 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05, gates: Gates = (
 def vc_ppo(
     eps: float = 0.2,
     lam: float = 0.95,
-    critic_lam: float = 1.0,
+    critic_lam: float | None = 1.0,
     value_coefficient: float = 1.0,
     value_clip: float | None = None,
     gates: Gates = (),
 ) -> Algorithm:
     """PPO-clip with decoupled GAE; the critic is pretrained with the policy fixed (2503.01491).
 
-    lambdas and gamma 1 as published; value_coefficient and value_clip are choices. The pretraining
-    is `Learner.value_update`.
+    lambdas and gamma 1 as published; value_coefficient and value_clip are choices. critic_lam None
+    takes the policy's lambda: GAE that is not decoupled. The pretraining is `Learner.value_update`,
+    and a run's `critic.pretrain`.
     """
     return Algorithm(
         advantages=gae(1.0, lam, critic_lam),
@@ -420,25 +421,49 @@ def vapo(
     nll: float = 0.1,
     value_coefficient: float = 1.0,
     value_clip: float | None = None,
+    lam: float | None = None,
+    critic_lam: float | None = 1.0,
+    per_token: bool = True,
     gates: Gates = (),
 ) -> Algorithm:
     """Token-mean clip-higher PPO, lambda = 1 - 1/(alpha n), NLL on correct rows (2504.05118).
 
-    All values as published but value_coefficient and value_clip, choices.
+    All values as published but value_coefficient and value_clip, choices. The parts that the paper
+    leaves out one by one are arguments, or sections of a run's config:
+
+      decoupled GAE: critic_lam=None takes the policy's lambda for the critic.
+      length-adaptive GAE: alpha=None, lam=.95 is one lambda for all lengths.
+      clip-higher: high=low.
+      token-level loss: per_token=False takes the mean over rows of their tokens' means, in the
+        policy term.
+      NLL on correct rows: nll=0.
+      value pretraining, group sampling: `critic.pretrain`, `rollout.group_size`.
+
+    Raises ValueError for alpha beside lam, and for neither.
     """
-    return Algorithm(
-        advantages=length_adaptive_gae(alpha, critic_lam=1.0),
-        loss=add(
-            policy_loss(
-                ratio=token_ratio(),
-                surrogate=clipped(low, high),
-                aggregate=token_mean(),
-                gates=gates,
-            ),
-            scale(value_coefficient, value_loss(aggregate=token_mean(), clip=value_clip)),
-            scale(nll, positive_nll(aggregate=token_mean())),
+    if (alpha is None) == (lam is None):
+        raise ValueError(
+            f'alpha={alpha} and lam={lam}: legal is one of them, alpha for a lambda by the length '
+            'of the answer, alpha=None and lam for one that is fixed'
+        )
+    checks.number('nll', nll, 0)
+    if alpha is None:
+        assert lam is not None
+        estimator = gae(1.0, lam, critic_lam)
+    else:
+        estimator = length_adaptive_gae(alpha, critic_lam)
+    parts = [
+        policy_loss(
+            ratio=token_ratio(),
+            surrogate=clipped(low, high),
+            aggregate=token_mean() if per_token else sequence_mean(),
+            gates=gates,
         ),
-    )
+        scale(value_coefficient, value_loss(aggregate=token_mean(), clip=value_clip)),
+    ]
+    if nll:
+        parts.append(scale(nll, positive_nll(aggregate=token_mean())))
+    return Algorithm(advantages=estimator, loss=add(*parts))
 
 
 @checks.factory('algorithm')

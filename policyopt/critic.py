@@ -19,6 +19,8 @@ import numpy as np
 from policyopt import checks, masked, scoring
 from policyopt.types import Array, TokenBatch, require, struct
 
+POSITIONS = 10  # bins of a row's positions
+
 
 @dataclasses.dataclass(frozen=True)
 class Critic:
@@ -52,10 +54,11 @@ class ExplainedVariance:
     """1 - Var(returns - values) / Var(returns) over tokens; adds by merging means and squares.
 
     1 for a perfect critic, 0 for one that knows the mean alone, below 0 for a worse one. All-zero
-    leaves are the neutral element of `+`.
+    leaves are the neutral element of `+`. Scalars, or arrays of one shape where there is one of
+    each element.
 
     Attributes:
-      count: tokens, as the other fields a scalar float32 or wider.
+      count: tokens, as the other fields float32 or wider.
       mean, squares: of the returns, their mean and their sum of squares about it.
       error_mean, error_squares: the same of returns - values.
     """
@@ -89,6 +92,18 @@ class ExplainedVariance:
             error_squares=error_squares,
         )
 
+    @classmethod
+    def by_position(
+        cls, values: Array, returns: Array, mask: Array, bins: int = POSITIONS
+    ) -> ExplainedVariance:
+        """One of each bin of a row's positions (`masked.position_bins`): fields [bins].
+
+        A bin is compared with the same bin of other rows. Where the return is a row's outcome, it
+        says how much of that is known so far into an answer.
+        """
+        place = masked.position_bins(mask, bins)
+        return jax.vmap(lambda i: cls.of(values, returns, place == i))(jnp.arange(bins))
+
     @property
     def value(self) -> Array:
         """The explained variance; 0 where the returns do not vary."""
@@ -118,31 +133,42 @@ class ValueStop:
     steps the averaged loss changed by less than `tolerance` of itself and the averaged explained
     variance by less than `tolerance`. max_steps is VAPO's 50; the other numbers are choices.
 
+    A critic that has not begun to learn looks settled, too: it says the mean everywhere, and its
+    explained variance stands at 0. `min_steps` should be long enough for it to begin.
+
     Attributes:
       max_steps: steps at most.
       window: steps of the running means.
       looks: consecutive steps that must be settled.
       tolerance: relative for the loss, absolute for the explained variance.
+      min_steps: steps at least.
     """
 
     max_steps: int = 50
     window: int = 5
     looks: int = 3
     tolerance: float = 0.02
+    min_steps: int = 1
 
     def __post_init__(self):
-        for name in ('max_steps', 'window', 'looks'):
+        for name in ('max_steps', 'min_steps', 'window', 'looks'):
             checks.number(name, getattr(self, name), 1)
+        if self.min_steps > self.max_steps:
+            raise ValueError(
+                f'min_steps={self.min_steps}; legal is up to max_steps={self.max_steps}'
+            )
         if not self.tolerance > 0:
             raise ValueError(f'tolerance={self.tolerance}; legal is above 0')
 
     def __call__(self, losses: Sequence[float], explained: Sequence[float]) -> bool:
         """Whether to stop after these steps: value loss and explained variance of each."""
+        return self.settled(losses, explained) or len(losses) >= self.max_steps
+
+    def settled(self, losses: Sequence[float], explained: Sequence[float]) -> bool:
+        """Whether both have settled after these steps, whatever max_steps is."""
         if len(losses) != len(explained):
             raise ValueError(f'{len(losses)} losses but {len(explained)} explained variances')
-        if len(losses) >= self.max_steps:
-            return True
-        if len(losses) < self.window + self.looks:
+        if len(losses) < max(self.min_steps, self.window + self.looks):
             return False
 
         def changes(x: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

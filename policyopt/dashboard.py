@@ -17,6 +17,7 @@ from policyopt.disk import whole
 from policyopt.runs import TIMES, Run, Series, smooth, width_of
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999')
+_AT = 'value/explained_at/'  # and the tenth of an answer
 FEW = 12  # points that are shown as such
 WIDTH, HEIGHT, DPI = 3.7, 2.35, 110  # of a panel, in inches
 
@@ -144,8 +145,7 @@ def _turn_rewards(run: Run) -> list[Line]:
 
 def _slots(run: Run) -> list[Line]:
     found = {'drew a token': 'slot_use', 'waited for an environment': 'slots_waiting'}
-    lines = [Line(label, run.times(name)) for label, name in found.items()]
-    return [line for line in lines if line.series]
+    return [Line(label, s) for label, name in found.items() if (s := run.times(name))]
 
 
 def _seconds(run: Run) -> list[Line]:
@@ -161,8 +161,7 @@ def _seconds(run: Run) -> list[Line]:
 
 
 def _speed(run: Run) -> list[Line]:
-    series = run.times('tokens_per_second')
-    return [Line('tokens', series)] if series else []
+    return [Line('tokens', s)] if (s := run.times('tokens_per_second')) else []
 
 
 PANELS = (
@@ -225,7 +224,11 @@ PANELS = (
     Panel('Slots with turns', 'share', _slots, zero=True),
     Panel('Age of tokens', 'versions', _of(('staleness', 'mean'), ('staleness/max', 'oldest'))),
     Panel('Decode slots', 'share', _of(('async/idle', 'idle'), ('async/dropped', 'dropped'))),
-    Panel('Critic', 'explained variance', _of(('value/explained_variance', 'explained'))),
+    Panel(
+        'Critic',
+        'explained variance',
+        _of(('value/explained_variance', 'all'), (_AT + '0', 'first tenth'), (_AT + '9', 'last')),
+    ),
     Panel(
         'Adaptive coefficients',
         'value',

@@ -77,6 +77,19 @@ def row_mean(x: Array, mask: Array) -> Array:
     return safe_divide(row_sum(x, mask), count(mask).astype(x.dtype))
 
 
+def position_bins(mask: Array, bins: int) -> Array:
+    """How far into its row's masked tokens each of them is: [B,T] int32, 0 to bins - 1, -1 off it.
+
+    Of n tokens the i-th, from 0, is in bin floor(i bins / n); tokens off the mask take no place. A
+    row with fewer tokens than bins leaves some of them empty.
+    """
+    chex.assert_rank(mask, 2)
+    keep = mask != 0
+    rank = jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - 1
+    n = jnp.maximum(jnp.sum(keep, axis=-1, keepdims=True, dtype=jnp.int32), 1)
+    return jnp.where(keep, rank * bins // n, -1)
+
+
 def _rows(x: Array) -> Array:
     return x.reshape(x.shape[0], -1)
 

@@ -17,6 +17,7 @@ from policyopt import evaluate, hosts, metrics, recipe, settings, sharding, stal
 from policyopt import rollout as rollout_lib
 from policyopt import turns as turns_lib
 from policyopt.checkpoint import fingerprint
+from policyopt.critic import POSITIONS
 from policyopt.learner import TrainState
 from policyopt.loop import Loop, Point, save
 from policyopt.models import adapters
@@ -290,6 +291,7 @@ def pretrain_values(
     stop = c.critic.pretrain
     losses: list[float] = []
     explained: list[float] = []
+    numbers: dict[str, float] = {}
     with metrics.Display('value pretraining', stop.max_steps) as display:
         while not (losses and stop(losses, explained)):
             loop.stop.check()
@@ -309,9 +311,24 @@ def pretrain_values(
             numbers = collected.metrics | metrics.numbers(*found)
             losses.append(numbers['value/loss'])
             explained.append(numbers['value/explained_variance'])
+            numbers['value/settled'] = float(stop.settled(losses, explained))
             metrics.append(loop.records, 'value_pretraining', step, numbers)
             display.update(step, numbers)
+    print(pretrained(numbers, len(losses)), flush=True)
     return state
+
+
+def pretrained(values: Mapping[str, float], steps: int) -> str:
+    """How value pretraining ended, from the numbers of its last step."""
+    why = 'value loss and explained variance have settled'
+    if not values['value/settled']:
+        why = 'critic.pretrain.max_steps, though they have not settled'
+    first, last = (values[f'value/explained_at/{i}'] for i in (0, POSITIONS - 1))
+    return (
+        f'value pretraining of {steps} steps: {why}; explained variance '
+        f'{values["value/explained_variance"]:.2f}, {first:.2f} in the first tenth of an answer, '
+        f'{last:.2f} in the last'
+    )
 
 
 def record_accuracy(setup: Setup, params: Any, loop: Loop, step: int) -> evaluate.Accuracy:

@@ -58,9 +58,7 @@ def evaluate(
     out = bound.algorithm.loss.apply(inputs, part.weights)
     loss, metrics = out.loss, out.metrics | bound.diagnose(inputs)
     if inputs.values is not None and inputs.returns is not None:
-        metrics['value/explained_variance'] = ExplainedVariance.of(
-            inputs.values, inputs.returns, inputs.mask
-        )
+        metrics |= explained(inputs.values, inputs.returns, inputs.mask)
     if batch.support is not None:
         metrics['replay/support'] = supported(batch.support, batch.mask)
     if hidden.aux:
@@ -68,6 +66,14 @@ def evaluate(
         loss, metrics = loss + penalty, metrics | more
     found = Found(loss, metrics, hidden.aux.get('load'))
     return loss, (jax.lax.stop_gradient(found), scores.logp_new)
+
+
+def explained(values: Array, returns: Array, mask: Array) -> Metrics:
+    """Explained variance of a critic: of all tokens, and of each tenth of an answer; [B,T]."""
+    return {
+        'value/explained_variance': ExplainedVariance.of(values, returns, mask),
+        'value/explained_at': ExplainedVariance.by_position(values, returns, mask),
+    }
 
 
 def supported(support: Array, mask: Array) -> Mean:
@@ -276,10 +282,8 @@ def value_job(
         values = critic_values(bound, state.params, params, batch)
         error = masked.select(batch.mask, jnp.square(values - batch.returns))
         loss = jnp.sum(masked.select(batch.mask, part.weights * 0.5 * error))
-        metrics = {
-            'value/error': Mean.of(error, batch.mask),
-            'value/explained_variance': ExplainedVariance.of(values, batch.returns, batch.mask),
-        }
+        metrics = {'value/error': Mean.of(error, batch.mask)}
+        metrics |= explained(values, batch.returns, batch.mask)
         return loss, (jax.lax.stop_gradient(Found(loss, metrics)), values)
 
     def finish(state: TrainState, grads: Any, found: Found) -> tuple[TrainState, Metrics]:

@@ -93,6 +93,17 @@ def test_gae_and_decoupled_returns(seed, gamma, lam):
         np.testing.assert_allclose(got.returns[i], target, atol=1e-5)
 
 
+def test_length_adaptive_gae_with_the_policys_lambda_for_the_critic():
+    rolled = rollout(3)
+    got = advantages.length_adaptive_gae(0.5, critic_lam=None)(rolled)
+    for i in range(12):
+        lam = np.clip(1 - 1 / (0.5 * max(rolled.mask[i].sum(), 1)), 0, 1)
+        want = gae_by_hand(rolled.rewards[i], rolled.values[i], rolled.mask[i], 1.0, lam)
+        np.testing.assert_allclose(got.advantages[i], want, atol=1e-5)
+        target = want + rolled.values[i] * rolled.mask[i]
+        np.testing.assert_allclose(got.returns[i], target, atol=1e-5)
+
+
 def test_gae_ignores_what_stands_off_the_mask():
     rolled = rollout(1)
     bad = rolled.replace(values=np.where(rolled.mask, rolled.values, np.nan))

@@ -195,12 +195,15 @@ CHANGED = {
     'gamma': 0.9,
     'cap': 0.9,
     'alpha': 10.0,
+    'per_token': False,
+    ('vapo', 'lam'): 0.5,
 }
 TOGETHER = {
     (name, a): {'max_length': 6, 'cache': 4}
     for name in ('dapo', 'magistral')
     for a in ('cache', 'max_length')
 }
+TOGETHER['vapo', 'lam'] = {'alpha': None, 'lam': 0.95}
 
 
 @pytest.mark.parametrize(
@@ -218,12 +221,50 @@ def test_every_argument_has_an_effect(name, argument):
     # No answer here reaches DAPO's default length.
     given = REQUIRED.get(name, {}) | TOGETHER.get((name, argument), {})
     value = CHANGED.get(argument, None if parameter.default is None else 0)
-    if value == 0:
+    value = CHANGED.get((name, argument), value)
+    if value == 0 and value is not False:
         value = 0.5 * parameter.default if parameter.default else 0.01
     make = getattr(po.algorithms, name)
     before, after = fingerprint(make(**given)), fingerprint(make(**(given | {argument: value})))
     assert before.shape != after.shape or not np.allclose(before, after, rtol=1e-6, atol=1e-9)
     return None
+
+
+def test_vapo_without_each_of_its_parts():
+    """The loss that is left by hand, and the estimators that take the place of its own."""
+    arrays = batches(4, 0.3)
+    bare = po.algorithms.vapo(high=0.2, alpha=None, lam=0.95, critic_lam=None, nll=0, per_token=0)
+    loss, _, metrics = evaluate(bare, arrays)
+    mask, a = arrays['mask'].astype(float), arrays['advantages'].astype(float)
+    w = np.exp(np.where(mask, arrays['logp_new'].astype(float) - arrays['logp_old'], 0))
+    rows = mask.any(axis=1)
+    want = -mean_rows(clip(w, a, 0.2, 0.2), mask)[rows].mean()
+    error = (arrays['values'].astype(float) - arrays['returns']) ** 2
+    want += 0.5 * (error * mask).sum() / mask.sum()
+    assert loss == pytest.approx(want, rel=1e-5)
+    assert not [name for name in metrics if name.startswith('nll')]
+    bare.loss.weigh(token_batch(arrays | {'positive': None}))  # not asked for
+
+    rolled = rollout(2)
+    wanted = {
+        (0.05, 1.0): None,
+        (None, 1.0): advantages.gae(1.0, 0.95, 1.0),
+        (None, None): advantages.gae(1.0, 0.95),
+    }
+    for (alpha, critic), estimator in wanted.items():
+        lam = None if alpha else 0.95
+        got = po.algorithms.vapo(alpha=alpha, lam=lam, critic_lam=critic).advantages(rolled)
+        estimator = estimator or ESTIMATORS['vapo']
+        for x, y in zip(got, estimator(rolled), strict=True):
+            np.testing.assert_array_equal(x, y)
+    # Coupled and length-adaptive: the critic's target is A + V with the policy's lambda.
+    got = po.algorithms.vapo(alpha=0.5, critic_lam=None).advantages(rolled)
+    np.testing.assert_allclose(got.returns, got.advantages + rolled.values * rolled.mask, rtol=1e-6)
+    for wrong in (dict(lam=0.9), dict(alpha=None)):
+        with pytest.raises(ValueError, match='legal is one of them, alpha for a lambda by'):
+            po.algorithms.vapo(**wrong)
+    with pytest.raises(ValueError, match='nll must lie in'):
+        po.algorithms.vapo(nll=-0.1)
 
 
 def test_trpo_delta_bounds_the_step():

@@ -57,7 +57,7 @@ def get_config(name, argument='tiny=true'):
 
 
 def test_there_is_one_file_for_each_algorithm():
-    others = {'quickstart', 'rlhf', 'smollm2', 'turns'}
+    others = {'long_answers', 'quickstart', 'rlhf', 'smollm2', 'turns'}
     assert {p.stem for p in FOLDER.glob('*.py')} == {*NAMES, *others}
     for name in NAMES:
         assert get_config(name)['algorithm'] == f'policyopt.algorithms.{name}'
@@ -372,9 +372,12 @@ def test_toy_of_vapo(tmp_path):
     # Whatever two steps say has settled.
     config['critic']['pretrain'] = dict(max_steps=3, window=1, looks=1, tolerance=1e9)
     stages, _ = run(config, tmp_path)
-    assert len(stages['value_pretraining']) == 2
+    assert [r['value/settled'] for r in stages['value_pretraining']] == [0, 1]
     assert stages['value_pretraining'][0]['value/loss'] > 0
-    assert 'value/explained_variance' in stages['rl'][0]
+    for record in (stages['value_pretraining'][0], stages['rl'][0]):
+        assert {'value/explained_variance', *(f'value/explained_at/{i}' for i in range(10))} <= {
+            *record
+        }
 
 
 @pytest.mark.slow

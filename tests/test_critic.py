@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import policyopt as po
-from policyopt import critic, learner
+from policyopt import critic, learner, masked
+from policyopt import metrics as metrics_lib
 from tests import learning
 from tests.learning import Config, Running, close, fresh, none, random_batch
 
@@ -36,6 +37,39 @@ def test_explained_variance_adds_to_that_of_all_tokens():
     assert float(flat.value) == 0 and float(parts[0].value) == 0
 
 
+def numpy_bins(mask, bins):
+    """Bin of each token by loops, -1 off the mask."""
+    out = np.full(mask.shape, -1)
+    for b in range(len(mask)):
+        tokens = np.flatnonzero(mask[b])
+        for i, t in enumerate(tokens):
+            out[b, t] = int(i * bins / len(tokens))
+    return out
+
+
+def test_explained_variance_by_position():
+    """Gaps, an empty row and rows shorter than the bins; parts add to the whole."""
+    rng = np.random.default_rng(1)
+    mask = rng.random((9, 30)) < 0.7
+    mask[1], mask[2, 3:], mask[4, 20:] = False, False, False
+    returns = np.broadcast_to(rng.normal(size=(9, 1)), mask.shape).astype(np.float32)
+    values = (returns * np.linspace(0, 1, 30) + 0.3 * rng.normal(size=mask.shape)).astype('f')
+    values[~mask] = np.nan
+    place = numpy_bins(mask, 5)
+    np.testing.assert_array_equal(masked.position_bins(mask, 5), place)
+    parts = [
+        critic.ExplainedVariance.by_position(*(x[i : i + 3] for x in (values, returns, mask)), 5)
+        for i in (0, 3, 6)
+    ]
+    whole = parts[0] + parts[1] + parts[2]
+    for i in range(5):
+        r = returns[place == i].astype(np.float64)
+        want = 1 - np.var(r - values[place == i]) / np.var(r)
+        np.testing.assert_allclose(whole.value[i], want, rtol=1e-4)
+        assert whole.count[i] == (place == i).sum()
+    assert metrics_lib.numbers({'x': parts[0]})['x/4'] == parts[0].value[4]
+
+
 def test_value_pretraining_stops_when_both_have_settled_or_at_the_limit():
     stop = critic.ValueStop(max_steps=20, window=2, looks=3, tolerance=0.01)
     flat, rising = [0.5] * 4, [0.1, 0.2, 0.3, 0.4]
@@ -48,7 +82,18 @@ def test_value_pretraining_stops_when_both_have_settled_or_at_the_limit():
     assert stop([1, 2] * 4, [0.3, 0.5] * 4)
     assert not critic.ValueStop(window=1, looks=3, tolerance=0.01)([1, 2] * 4, [0.3, 0.5] * 4)
     assert stop(list(range(1, 21)), list(range(20)))
-    for wrong in ({'window': 0}, {'tolerance': 0.0}, {'max_steps': 0}, {'looks': 0}):
+    assert not stop.settled(list(range(1, 21)), list(range(20))) and stop.settled(
+        [0.5] * 5, flat + [0.5]
+    )
+    later = critic.ValueStop(max_steps=20, window=2, looks=3, tolerance=0.01, min_steps=7)
+    assert not later([0.5] * 6, [0.5] * 6) and later([0.5] * 7, [0.5] * 7)
+    for wrong in (
+        {'window': 0},
+        {'tolerance': 0.0},
+        {'max_steps': 0},
+        {'looks': 0},
+        {'min_steps': 51},
+    ):
         with pytest.raises(ValueError, match=f'{next(iter(wrong))}'):
             critic.ValueStop(**wrong)
 
@@ -101,6 +146,10 @@ def test_value_pretraining_moves_the_critic_alone_to_monte_carlo_returns(trunk):
     np.testing.assert_allclose(metrics['value/loss'].value, 0.5 * np.mean(error**2), rtol=1e-5)
     explained = 1 - np.var(error) / np.var(returns[mask])
     np.testing.assert_allclose(metrics['value/explained_variance'].value, explained, rtol=1e-4)
+    at, first = metrics['value/explained_at'], numpy_bins(mask, critic.POSITIONS) == 0
+    want = 1 - np.var((values - returns)[first]) / np.var(returns[first])
+    np.testing.assert_allclose(at.value[0], want, rtol=1e-4)
+    assert at.count.shape == (10,) and at.count.sum() == mask.sum()
     # Slope of the head: mean of (V - R) times the state's value features, by differences.
     after = jax.device_get(state.critic.params if own else state.params)
     slope = np.zeros(learning.DIM)

@@ -53,9 +53,10 @@ class TaskConfig:
         `memory` of `rewards.code_tests`.
       file: a JSONL file of {"prompt": ..., "answer": ...} to read instead; then name, kw, size,
         seed and form say nothing and must be left alone. Beside `dataset`, a copy of its own file.
-      environment: a task of several turns to play instead, by name in `policyopt.environments` or
-        by the import path of a factory of `Scenario`, with its arguments in kw; size and seed are
-        of its problems; name and form say nothing and must be left alone.
+      environment: a task of several turns to play instead, or of problems that a function makes, by
+        name in `policyopt.environments` or by the import path of a factory of `Scenario`, with its
+        arguments in kw; size and seed are of its problems; name and form say nothing and must be
+        left alone.
       on_bad_row: `error` for a row that is no problem (a field missing or of a wrong type, an empty
         or too long prompt, invalid UTF-8 or JSON, characters that the tokenizer lacks), or `skip`,
         with a warning that counts them and shows the first.
@@ -296,7 +297,9 @@ def _open_published(
 
 def _make_one(field: str, name: str, config: TaskConfig, tokenizer: Encoder) -> Task:
     source = _open(field, name, config)
-    play = None if source.scenario is None else environments.Play.of(source.scenario, tokenizer)
+    play = None
+    if source.scenario is not None and source.scenario.environment is not None:
+        play = environments.Play.of(source.scenario, tokenizer)
     splits: dict[str, list[Item]] = {}
     bad, count, longest = list(source.bad), source.count, 0
     for split, rows in source.splits.items():

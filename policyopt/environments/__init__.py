@@ -16,6 +16,7 @@ from policyopt.environments.scenario import (
     names,
     resolve,
 )
+from policyopt.environments.walk import walk
 
 __all__ = [
     'Demonstration',
@@ -30,4 +31,5 @@ __all__ = [
     'names',
     'resolve',
     'said',
+    'walk',
 ]

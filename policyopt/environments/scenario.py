@@ -25,12 +25,13 @@ class Problem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scenario:
-    """A task of several turns.
+    """A task of several turns, or of one.
 
     Attributes:
       problems: (size, seed) -> problems; repeated prompts are dropped later.
       environment: (tokenizer, example) -> the world of one row. `example` is the problem's entry:
-        `answer`, the hidden fields, `question` (its prompt).
+        `answer`, the hidden fields, `question` (its prompt). None: nothing answers, a row is one
+        turn, and the warm start imitates `answer`; `expert` and `stops` say nothing then.
       expert: example -> a player to imitate, which maps the text that the environment answered last
         ('' at first) to the text of the next turn; it may be far from the best. None: no warm
         start.
@@ -40,11 +41,19 @@ class Scenario:
     """
 
     problems: Callable[[int, int], Iterator[Problem]]
-    environment: Callable[[Any, Mapping[str, Any]], Environment]
+    environment: Callable[[Any, Mapping[str, Any]], Environment] | None = None
     expert: Callable[[Mapping[str, Any]], Callable[[str], str]] | None = None
     stops: str = ''
     scorer: Spec = Spec('policyopt.rewards.scorers.exact')
     version: int = 1
+
+    def __post_init__(self):
+        for name in ('expert', 'stops'):
+            if self.environment is None and getattr(self, name):
+                raise ValueError(
+                    f'{name} is {getattr(self, name)!r}, but a scenario without environment has '
+                    'one turn, which ends with the end of sequence; legal is to leave it out'
+                )
 
 
 def names() -> tuple[str, ...]:
@@ -106,6 +115,7 @@ class Play:
 
     def environment(self, example: Mapping[str, Any]) -> Environment:
         """The world of one row, fresh."""
+        assert self.scenario.environment is not None
         return self.scenario.environment(self.tokenizer, example)
 
     def demonstration(self, example: Mapping[str, Any]) -> Demonstration:
