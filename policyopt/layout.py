@@ -38,7 +38,9 @@ def run_rules(changes: Mapping[str, Any]) -> Rules:
         raise ValueError(f'config.{error}') from error
 
 
-def run_mesh(axes: Sequence[tuple[str, int]] | None, rules: Rules) -> Mesh | None:
+def run_mesh(
+    axes: Sequence[tuple[str, int]] | None, rules: Rules, devices: Sequence[Any] | None = None
+) -> Mesh | None:
     """Mesh of a run over all devices; None for a run on one, which needs no mesh.
 
     Args:
@@ -46,12 +48,14 @@ def run_mesh(axes: Sequence[tuple[str, int]] | None, rules: Rules) -> Mesh | Non
         over accelerators and several processes, and for the first device on CPU, where more than
         one is no faster.
       rules: those of the run.
+      devices: those of another machine, to compile for; None for all of this one. With them there
+        always is a mesh, since it says what to compile for.
 
     Raises ValueError as `make_mesh` does, and for an axis of the mesh that no rule uses, or one of
     the rules that no mesh has, with the nearest spelling.
     """
     if axes is None:
-        alone = jax.default_backend() == 'cpu' and not hosts.several()
+        alone = jax.default_backend() == 'cpu' and not hosts.several() and devices is None
         axes = () if alone else DEFAULT_MESH
     used = {axis for _, wanted in rules for axis in wanted}
     for name, _ in axes:
@@ -73,9 +77,11 @@ def run_mesh(axes: Sequence[tuple[str, int]] | None, rules: Rules) -> Mesh | Non
             'config.mesh is (), one device, but there are several processes; legal are axes over '
             f'all {jax.device_count()} devices, or None'
         )
-    if not axes:
+    if not axes and devices is None:
         return None
     try:
+        if devices is not None:
+            return sharding.make_mesh(axes or DEFAULT_MESH, devices if axes else devices[:1])
         mesh = sharding.make_mesh(axes)
     except ValueError as error:
         raise ValueError(f'config.{error}') from error

@@ -185,10 +185,12 @@ class Setup(NamedTuple):
         return self.truth or self.judge
 
 
-def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
+def prepare(config: Mapping[str, Any], problems: bool = True, devices: Any = None) -> Setup:
     """Check a config and build what it names, before anything is compiled.
 
     Without `problems`, task and judge are left out (None), for what needs the policy alone.
+    `devices` are those of another machine, to compile for, where no weights are read; None for all
+    of this one.
 
     Raises ValueError or TypeError naming the field, its value, what is legal and, for names, the
     nearest spelling.
@@ -217,8 +219,8 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     rollout_lib.check_groups(algorithm, needed, c.rollout, c.algorithm)
     own = c.critic is not None and c.critic.own
     rules = layout.run_rules(c.rules)
-    mesh = layout.run_mesh(c.mesh, rules)
-    model, params = base.make_model(c, critic and not own, mesh, rules)
+    mesh = layout.run_mesh(c.mesh, rules, devices)
+    model, params = base.make_model(c, critic and not own, mesh, rules, devices is None)
     setup = Setup(
         config=c,
         model=model,
