@@ -75,7 +75,9 @@ def test_programs_for_a_slice(step):
         text, compiled.memory_analysis(), program, hardware.CHIPS['v5p'], setup().mesh
     )
     assert record['fits'] and record['tokens_per_second'] > 0
-    assert (record['memory']['activations'] > 0) == (step == 'train')
+    inputs = LAYERS * 2 * LENGTH * 256 * 2  # bytes of what full remat keeps of two rows
+    kept = record['memory']['activations']
+    assert kept >= inputs if step == 'train' else kept == 0
 
 
 def test_a_tensor_axis_smaller_than_the_torus_splits_it():

@@ -356,7 +356,11 @@ def saved(module: Module) -> float:
 
     Arrays that a forward loop carries, whose first dimension is its number of turns, and that it
     changes. Gradients, which the loops of the backward pass write in the same way, do not count.
+    0 for a program without a backward pass, whose loops may carry a cache.
     """
+    loops = [i for where in module.computations.values() for i in where if i.opcode == 'while']
+    if not any('transpose(' in loop.op_name for loop in loops):
+        return 0.0
     total = 0.0
     for where in module.computations.values():
         for loop in where:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
 import re
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from policyopt.plan import costs as costs_lib
@@ -50,7 +53,8 @@ def compile_text(lowered: Any) -> tuple[Any, str]:
 
     What `Compiled.as_text()` gives went through jax, which fails where the compiler is newer.
     """
-    with tempfile.TemporaryDirectory(prefix='policyopt-plan-') as name, warnings.catch_warnings():
+    folder = tempfile.TemporaryDirectory(prefix='policyopt-plan-')
+    with folder as name, warnings.catch_warnings(), _own_flags():
         # A cache of compiled programs keeps these, and can't give them back without a TPU.
         warnings.filterwarnings('ignore', 'Error (reading|writing) persistent compilation')
         compiled = lowered.compile(
@@ -59,6 +63,17 @@ def compile_text(lowered: Any) -> tuple[Any, str]:
         texts = pathlib.Path(name).glob('*.after_codegen.txt')
         found = sorted(texts, key=lambda path: path.stat().st_size)
         return compiled, found[-1].read_text() if found else compiled.as_text()
+
+
+@contextlib.contextmanager
+def _own_flags() -> Iterator[None]:
+    """Without XLA_FLAGS: they are for this machine, and libtpu ends the process at unknown ones."""
+    given = os.environ.pop('XLA_FLAGS', None)
+    try:
+        yield
+    finally:
+        if given is not None:
+            os.environ['XLA_FLAGS'] = given
 
 
 def describe(text: str, stats: Any, program: Program, chip: Chip, mesh: Any) -> Record:
