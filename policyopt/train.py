@@ -11,7 +11,6 @@ The same command on the folder of an unfinished run goes on from its last checkp
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 import sys
@@ -26,7 +25,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from policyopt import (
-    checks,
+    commands,
     disk,
     evaluate,
     hosts,
@@ -288,37 +287,6 @@ def show_answers(setup: Setup, before: evaluate.Accuracy, after: evaluate.Accura
     print()
 
 
-def missing_config(argv: list[str]) -> str:
-    """What is wrong with the file that --config names, '' where it is there."""
-    words = [*argv, '']
-    for word, after in itertools.pairwise(words):
-        name, equals, value = word.partition('=')
-        if name in ('--config', '-config'):
-            path = Path((value if equals else after).partition(':')[0])
-            if not path.is_file():
-                near = checks.hint(path.name, (p.name for p in path.parent.glob('*.py')))
-                near = near.replace('`', f'`{path.parent}/', 1) if path.name != str(path) else near
-                return f'--config: there is no file {path}.{near}'
-    return ''
-
-
-def read_flags(argv: list[str]) -> list[str]:
-    """Parse the command line, for `app.run`; what is wrong with it ends the program in one line."""
-    if missing := missing_config(argv):
-        raise SystemExit(missing)
-    try:
-        return flags.FLAGS(argv)
-    except (flags.Error, AttributeError, LookupError, ValueError, TypeError, OSError) as error:
-        # An error in get_config() comes with its traceback, whose last line says what it was; those
-        # of missing sections are wrapped in each other.
-        text: object = error
-        while isinstance(text, Exception):
-            text = text.args[0] if text.args and not isinstance(text, OSError) else str(text)
-        lines = [line.strip() for line in str(text).splitlines() if line.strip()]
-        trace = any(line.startswith('Traceback') for line in lines)
-        raise SystemExit(lines[-1] if trace else ' '.join(lines)) from None
-
-
 def steps_of(texts: Sequence[str]) -> tuple[int, ...]:
     """The RL steps of --save_batches; ValueError for what is no number."""
     try:
@@ -382,4 +350,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == '__main__':
     flags.mark_flags_as_required(['config', 'workdir'])
-    app.run(main, flags_parser=read_flags)
+    app.run(main, flags_parser=commands.read_flags)

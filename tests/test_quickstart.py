@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import policyopt as po
-from policyopt import batches, data, evaluate, metrics, recipe, reinforce, train
+from policyopt import batches, commands, data, evaluate, metrics, recipe, reinforce, train
 from policyopt import workdir as workdir_lib
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -361,11 +361,11 @@ def test_command_line_reports_a_misspelling_and_exits(tmp_path):
 def test_a_config_file_that_is_not_there():
     """Named in one line, with the file that is meant."""
     for argv in (['--config=configs/quikstart.py:tiny'], ['--config', 'configs/quikstart.py']):
-        found = train.missing_config(['train', *argv, '--config.steps=3'])
+        found = commands.missing_config(['train', *argv, '--config.steps=3'])
         assert found == (
             '--config: there is no file configs/quikstart.py. Did you mean `configs/quickstart.py`?'
         )
-    assert train.missing_config(['train', '--config=configs/quickstart.py:tiny']) == ''
+    assert commands.missing_config(['train', '--config=configs/quickstart.py:tiny']) == ''
 
 
 def test_watch_is_checked_before_the_folder_is_touched(tmp_path):

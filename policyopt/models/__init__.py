@@ -4,7 +4,7 @@ from policyopt.models.adapters import AdapterConfig, attach, merge
 from policyopt.models.cache import Cache
 from policyopt.models.chat import Chat, ChatConfig
 from policyopt.models.config import ModelConfig, RopeScaling
-from policyopt.models.loading import load, save
+from policyopt.models.loading import describe, load, save
 from policyopt.models.moe import MoEConfig
 from policyopt.models.tokenizer import Tokenizer
 from policyopt.models.transformer import Hidden, Model, Output, build
@@ -23,6 +23,7 @@ __all__ = [
     'Tokenizer',
     'attach',
     'build',
+    'describe',
     'load',
     'merge',
     'save',

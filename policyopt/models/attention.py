@@ -20,6 +20,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from policyopt import sharding
 from policyopt.checks import one_of
 from policyopt.models.config import ATTENTION
 from policyopt.sharding import DEFAULT_RULES, Rules, mesh_spec
@@ -34,7 +35,7 @@ LANES = 128  # splash works on multiples of this
 
 def default_backend(dtype: Any) -> str:
     """Backend for whole sequences on this platform."""
-    platform = jax.default_backend()
+    platform = sharding.platform()
     if platform == 'gpu' and jnp.dtype(dtype).itemsize == 2:
         return 'cudnn'
     return 'splash' if platform == 'tpu' else 'blocked'
@@ -204,7 +205,7 @@ def _splash(q, k, v, valid, segments, precision, rules):
         return jnp.pad(x, (*short, (0, 0), (0, 0))).transpose(0, 2, 1, 3)
 
     def local(q: Array, k: Array, v: Array, ids: Array) -> Array:
-        kernel = _kernel(q.shape[1], padded, jax.default_backend() != 'tpu')
+        kernel = _kernel(q.shape[1], padded, sharding.platform() != 'tpu')
         return jax.vmap(kernel)(q, k, v, ids)
 
     axes = mesh_spec(('batch', 'kv_heads'), (rows, groups), rules)

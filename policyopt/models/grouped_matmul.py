@@ -19,6 +19,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from policyopt import sharding
 from policyopt.types import Array
 
 BACKENDS = ('blocked', 'ragged')
@@ -41,8 +42,8 @@ class Layout(NamedTuple):
 
 
 def default_backend() -> str:
-    """'blocked' on CPU, 'ragged' elsewhere, by the platform that jax runs on by default."""
-    return 'blocked' if jax.default_backend() == 'cpu' else 'ragged'
+    """'blocked' on CPU, 'ragged' elsewhere, by the platform of what is being traced."""
+    return 'blocked' if sharding.platform() == 'cpu' else 'ragged'
 
 
 def block_rows(entries: int, experts: int) -> int:

@@ -84,14 +84,9 @@ def load(
     if source.suffix == '.gguf':
         config, tensors, listed, tokenizer = gguf_file.read(source)
     else:
-        config_file = source / 'config.json'
-        if not config_file.exists():
-            raise FileNotFoundError(f'{source} has no config.json, and is no .gguf file')
-        config = hf.read_config(json.loads(config_file.read_text()))
+        config, tokenizer, _ = _read_folder(source)
         tensors = open_safetensors(source)
         listed = list(entries(config, config.family))
-        tokenizer = read_tokenizer(source)
-        config = dataclasses.replace(config, eos_ids=_ends(source, config, tokenizer))
     if isinstance(tokenizer, Tokenizer) and tokenizer.eos_id is None and config.eos_ids:
         tokenizer = dataclasses.replace(tokenizer, eos_id=config.eos_ids[0])
     _check(tensors, listed, str(source), config.tied)
@@ -99,6 +94,38 @@ def load(
     config = _override(config, {'dtype': stored, 'param_dtype': stored, **overrides})
     model = build(config, tokenizer, rules)
     return model, _place(model, tensors, listed, mesh)
+
+
+def describe(source: str | pathlib.Path, *, rules: Any = None, **overrides: Any) -> Model:
+    """The model that `load` makes, without its weights, which need not be there.
+
+    Args:
+      source, rules, **overrides: as `load`. `dtype` and `param_dtype` are by default what
+        config.json says, or else float32: what is stored is not looked at.
+
+    Raises as `load` does, but for tensors.
+    """
+    _check_overrides(overrides)
+    source = pathlib.Path(source)
+    if source.suffix == '.gguf':
+        config, _, _, tokenizer = gguf_file.read(source)
+        stored = 'float32'
+    else:
+        config, tokenizer, data = _read_folder(source)
+        stored = data.get('dtype') or data.get('torch_dtype') or 'float32'
+    return build(
+        _override(config, {'dtype': stored, 'param_dtype': stored, **overrides}), tokenizer, rules
+    )
+
+
+def _read_folder(source: pathlib.Path) -> tuple[ModelConfig, Any, dict[str, Any]]:
+    """Config and tokenizer of a Hugging Face folder, and its config.json."""
+    config_file = source / 'config.json'
+    if not config_file.exists():
+        raise FileNotFoundError(f'{source} has no config.json, and is no .gguf file')
+    data = json.loads(config_file.read_text())
+    config, tokenizer = hf.read_config(data), read_tokenizer(source)
+    return dataclasses.replace(config, eos_ids=_ends(source, config, tokenizer)), tokenizer, data
 
 
 def _ends(folder: pathlib.Path, config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:

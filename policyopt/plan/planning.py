@@ -1,0 +1,125 @@
+"""A config's programs planned for a topology: compiled or found, changed until they fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from policyopt import recipe, sharding
+from policyopt.plan import hardware, measure, steps, store, suggest
+from policyopt.plan.suggest import Change
+
+TRIES = 6
+
+
+def plan(
+    config: Mapping[str, Any],
+    topology: str,
+    chosen: Sequence[str] = steps.STEPS,
+    kept: store.Store | None = None,
+    again: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Step -> record of each program of a config, compiled for a topology or found in `kept`.
+
+    A record has, beside what `measure` finds, a `label` (what was planned), `suggestion` where it
+    does not fit, and `source`, the hash of the modules that it was compiled from.
+
+    Args:
+      config: as `recipe.prepare` takes it.
+      topology: 'CHIP:SHAPE'.
+      chosen: of steps.STEPS.
+      kept: results of earlier calls, which those of this one are added to.
+      again: compile those too whose result was kept.
+
+    Raises ValueError or TypeError for a wrong config or topology, RuntimeError without libtpu.
+    """
+    chip, found = hardware.chip_of(topology), {}
+    keys = {step: store.key_of(config, topology, step) for step in chosen}
+    for step, key in keys.items():
+        record = None if kept is None or again else kept.get(key)
+        if record is not None:
+            found[step] = record
+    missing = [step for step in chosen if step not in found]
+    if missing:
+        setup = prepare(config, topology)
+        programs = steps.programs(setup)
+        run = run_of(setup)
+        for step in missing:
+            record = measure.measure(programs[step], chip, setup.mesh)
+            record |= {'label': label(setup, topology, step), 'source': store.source_hash()}
+            record['versions'] = store.versions()
+            if not record['fits']:
+                change = suggest.suggest(step, record['memory'], run)
+                record['suggestion'] = None if change is None else list(change)
+            if kept is not None:
+                kept.put(keys[step], record)
+            found[step] = json.loads(json.dumps(record))  # as it comes back from a file
+    return {step: found[step] for step in chosen}
+
+
+def prepare(config: Mapping[str, Any], topology: str) -> recipe.Setup:
+    """The config's run on a topology; nothing is read of its problems and no weights."""
+    return recipe.prepare(config, problems=False, devices=hardware.devices(topology))
+
+
+def run_of(setup: recipe.Setup) -> dict[str, Any]:
+    """What `suggest` looks at."""
+    sizes = steps.sizes_of(setup.config)
+    with jax.set_mesh(setup.mesh):
+        shards = sharding.batch_shards(setup.model.rules)
+    return {
+        'remat': setup.model.config.remat,
+        'rows': sizes.rows,
+        'micro': sizes.micro,
+        'slots': sizes.slots,
+        'mesh': dict(setup.mesh.shape),
+        'batch_shards': shards,
+        'kv_heads': setup.model.config.num_kv_heads,
+    }
+
+
+def label(setup: recipe.Setup, topology: str, step: str) -> dict[str, Any]:
+    """What a record is of."""
+    config, sizes, c = setup.model.config, steps.sizes_of(setup.config), setup.config
+    replayed = config.moe is not None and c.replay.routing == 'rollout'
+    moe = '' if config.moe is None else f', {config.moe.experts} experts'
+    count = sum(x.size for x in jax.tree.leaves(setup.model.shapes()))
+    return {
+        'model': f'{count / 1e9:.1f}B{moe}',
+        'parameters': count,
+        'algorithm': c.algorithm.rpartition('.')[2] + (' + routing replay' if replayed else ''),
+        'length': sizes.width,
+        'topology': topology,
+        'mesh': dict(setup.mesh.shape),
+        'step': step,
+        'remat': config.remat,
+        'rows': {
+            'train': sizes.micro, 'score': sizes.micro, 'prefill': sizes.prefill
+        }.get(step, sizes.slots),
+    }  # fmt: skip
+
+
+def fit(
+    config: Mapping[str, Any],
+    topology: str,
+    step: str,
+    kept: store.Store | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[str, Any], list[Change], dict[str, Any]]:
+    """Follow the suggestions until a program fits: the config then, the changes, its record.
+
+    Ends after TRIES programs, or where nothing is left to try; the last record says whether it
+    fits. `say` is called with each change.
+    """
+    config, changes = dict(config), []
+    record = plan(config, topology, [step], kept)[step]
+    while not record['fits'] and record.get('suggestion') and len(changes) < TRIES:
+        change = Change(*record['suggestion'])
+        say(f'{step}: {change.field} = {change.value} ({change.why})')
+        changes.append(change)
+        config = suggest.apply(config, change, record['label']['mesh'])
+        record = plan(config, topology, [step], kept)[step]
+    return config, changes, record

@@ -1,0 +1,109 @@
+"""Records as text: one program in full, or many as a table in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GIB = 2.0**30
+WORDS = {
+    'activations': 'of it, kept for the backward pass',
+    'temporary': 'temporary, and the program',
+    'optimizer': 'optimizer state',
+    'cache': 'cache of keys and values',
+}
+ORDER = ('parameters', 'optimizer', 'cache', 'batch', 'outputs', 'temporary', 'activations')
+
+
+def describe(step: str, record: Mapping[str, Any]) -> str:
+    """One program, in lines."""
+    lines = [f'{step}: {_verdict(record)}']
+    memory = record['memory']
+    for name in ORDER:
+        if memory.get(name):
+            lines.append(f'  {size(memory[name]):>10}  {WORDS.get(name, name)}')
+    lines.append(f'  {size(memory["total"]):>10}  in all, of {size(memory["hbm"])}')
+    if record.get('error'):
+        return '\n'.join([*lines, f'  the compiler: {record["error"]}'])
+    seconds = record['seconds']
+    lines += [
+        f'  {record["flops"]:.3g} flops, {record["bytes"]:.3g} bytes of HBM traffic, '
+        f'{sum(row["bytes"] for row in record["collectives"]):.3g} bytes sent, by device and run',
+        f'  at the peaks: compute {time(seconds["compute"])}, memory {time(seconds["memory"])}, '
+        f'network {time(seconds["network"])}: bound by {record["bound"]}',
+        f"  by the compiler's estimate {time(seconds['compiler'])}, kernels at the roofline "
+        f'{time(seconds["kernels"])}, then the network: {time(seconds["expected"])}',
+        f'  {record["tokens"]:,} tokens a run: {record["tokens_per_second"]:,.0f} tokens/s',
+    ]
+    for row in record['collectives'][:8]:
+        axes = ' x '.join(row['axes']) or 'all devices'
+        lines.append(f'  {size(row["bytes"]):>10}  {row["kind"]} over {axes}')
+    for name, count in record['kernels'].items():
+        silent = ', of unknown cost' if name in record['silent'] else ''
+        lines.append(f'  kernel {name} x {count:g}{silent}')
+    if step == 'decode' and record['bound'] == 'network':
+        lines.append(
+            '  each token waits for parameters from other devices: rows draw faster where a wider '
+            'tensor axis, or rules with embed=None, leave less to gather'
+        )
+    for name in record['unknown']:
+        lines.append(f'  counted once, since nothing says how often it runs: {name}')
+    for name in record['host']:
+        lines.append(f'  exchanges data with the host: {name}')
+    return '\n'.join(lines)
+
+
+def _verdict(record: Mapping[str, Any]) -> str:
+    return 'fits' if record['fits'] else 'DOES NOT FIT'
+
+
+def size(value: float) -> str:
+    """Bytes in a unit that people read."""
+    if value == float('inf'):
+        return 'too much'
+    for unit, scale in (('GiB', 2.0**30), ('MiB', 2.0**20), ('KiB', 2.0**10)):
+        if value >= scale:
+            return f'{value / scale:.1f} {unit}'
+    return f'{value:.0f} B'
+
+
+def time(value: float) -> str:
+    """Seconds in a unit that people read."""
+    for unit, scale in (('s', 1.0), ('ms', 1e-3)):
+        if value >= scale:
+            return f'{value / scale:.2f} {unit}'
+    return f'{value * 1e6:.1f} us'
+
+
+COLUMNS = (
+    'model', 'algorithm', 'tokens of a row', 'topology', 'mesh', 'program', 'rows', 'memory (GiB)',
+    'fits', 'bound by', 'a run', 'tokens/s',
+)  # fmt: skip
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records as a table in Markdown, in their order; each has `label` beside its own fields."""
+    rows = [COLUMNS, tuple('---' for _ in COLUMNS), *map(_row, records)]
+    return '\n'.join('| ' + ' | '.join(row) + ' |' for row in rows) + '\n'
+
+
+def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
+    label, memory = record['label'], record['memory']
+    mesh = ' x '.join(f'{name} {n}' for name, n in label['mesh'].items() if n > 1) or 'one device'
+    used = 'more' if memory['total'] == float('inf') else f'{memory["total"] / GIB:.1f}'
+    measured = ('-', '-', '-')
+    if not record.get('error'):
+        rate = f'{record["tokens_per_second"]:,.0f}'
+        measured = (record['bound'], time(record['seconds']['expected']), rate)
+    return (
+        label['model'],
+        label['algorithm'],
+        f'{label["length"]:,}',
+        label['topology'],
+        mesh,
+        label['step'],
+        f'{label["rows"]:,}',
+        f'{used} of {memory["hbm"] / GIB:.0f}',
+        'yes' if record['fits'] else 'no',
+        *measured,
+    )
