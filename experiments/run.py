@@ -11,6 +11,7 @@ docs/claims/NAME.json and NAME.png, and docs/claims.md is written anew from all 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import json
@@ -23,21 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
 from rich.console import Console
 from rich.table import Table
 
 from experiments import claims
 from experiments.claim import Claim, Place, Verdict, save
 from policyopt import checks
-
-LIST = flags.DEFINE_bool('list', False, 'Show the claims, what they cost and what came out.')
-ALL = flags.DEFINE_bool('all', False, 'Check all claims.')
-SEEDS = flags.DEFINE_integer('seeds', 5, 'Number of seeds, from 0.', lower_bound=2)
-ONLY = flags.DEFINE_integer('only', None, 'Measure this seed alone, and judge nothing.')
-WORKERS = flags.DEFINE_integer('workers', 1, 'Seeds measured at the same time.', lower_bound=1)
-FOLDER = flags.DEFINE_string('folder', 'runs/claims', 'Folder for what seeds leave.')
-FAST = flags.DEFINE_bool('fast', False, 'Sizes of a test; docs stay as they are.')
 
 DOCS = Path('docs')
 
@@ -69,7 +61,7 @@ def measured(name: str, places: Sequence[Place], workers: int) -> list[Any]:
 
     def apart(place: Place) -> None:
         command = [sys.executable, '-m', 'experiments.run', name, f'--only={place.seed}']
-        command += [f'--folder={place.folder}', f'--fast={place.fast}']
+        command += [f'--folder={place.folder}', *['--fast'] * place.fast]
         subprocess.run(command, check=True)
 
     if workers > 1:
@@ -143,27 +135,52 @@ def show() -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def main(argv: list[str]) -> None:
-    chosen = names() if ALL.value else argv[1:]
-    if LIST.value or not chosen:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the command was asked for."""
+    parser = argparse.ArgumentParser(
+        prog='python -m experiments.run', description='Check claims of the literature.'
+    )
+    parser.add_argument('names', nargs='*', help='claims to check; --list shows them')
+    parser.add_argument('--list', action='store_true', help='show claims, costs and verdicts')
+    parser.add_argument('--all', action='store_true', help='check all claims')
+    parser.add_argument('--seeds', type=int, default=5, help='number of seeds, from 0')
+    parser.add_argument('--only', type=int, help='measure this seed alone, and judge nothing')
+    parser.add_argument('--workers', type=int, default=1, help='seeds measured at the same time')
+    parser.add_argument('--folder', type=Path, default='runs/claims', help='for what seeds leave')
+    parser.add_argument('--fast', action='store_true', help='sizes of a test; docs stay')
+    given = parser.parse_args(argv)
+    for name, least in (('seeds', 2), ('workers', 1)):
+        if getattr(given, name) < least:
+            parser.error(f'--{name} is {getattr(given, name)}; legal is {least} or more')
+    if given.all and given.names:
+        parser.error('--all has no effect beside names')
+    try:
+        for name in given.names:
+            load(name)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    given = arguments(argv)
+    chosen = names() if given.all else given.names
+    if given.list or not chosen:
         show()
         return
-    for name in chosen:
-        load(name)
-    root = Path(FOLDER.value)
-    if ONLY.value is not None:
+    if given.only is not None:
         for name in chosen:
-            numbers_of(name, Place(ONLY.value, root, FAST.value))
+            numbers_of(name, Place(given.only, given.folder, given.fast))
         return
-    places = [Place(seed, root, FAST.value) for seed in range(SEEDS.value)]
+    places = [Place(seed, given.folder, given.fast) for seed in range(given.seeds)]
     for name in chosen:
-        seeds = measured(name, places, WORKERS.value)
-        verdict = conclude(name, seeds, root / 'fast' if FAST.value else DOCS / 'claims')
+        seeds = measured(name, places, given.workers)
+        verdict = conclude(name, seeds, given.folder / 'fast' if given.fast else DOCS / 'claims')
         print(f'{name}: {verdict.word}. {sizes(verdict)}.\n  {verdict.text}', flush=True)
-        if not FAST.value:
+        if not given.fast:
             verdict_of.cache_clear()
             (DOCS / 'claims.md').write_text(page())
 
 
 if __name__ == '__main__':
-    app.run(main)
+    main()

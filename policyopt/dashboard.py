@@ -171,11 +171,7 @@ PANELS = (
     Panel(
         'Reward model and truth',
         'reward',
-        _of(
-            ('rewards/proxy', 'reward model'),
-            ('rewards/truth', 'truth'),
-            ('rewards/gap', 'gap'),
-        ),
+        _of(('rewards/proxy', 'model'), ('rewards/truth', 'truth'), ('rewards/gap', 'gap')),
     ),
     Panel('Length of answers', 'tokens', _of(('length', 'tokens')), zero=True),
     Panel('KL to the sampler', 'nats / token', _of(('kl_behavior/k3', 'to the sampler'))),
