@@ -57,7 +57,7 @@ def get_config(name, argument='tiny=true'):
 
 
 def test_there_is_one_file_for_each_algorithm():
-    others = {'long_answers', 'quickstart', 'rlhf', 'smollm2', 'turns'}
+    others = {'long_answers', 'pods', 'quickstart', 'rlhf', 'smollm2', 'turns'}
     assert {p.stem for p in FOLDER.glob('*.py')} == {*NAMES, *others}
     for name in NAMES:
         assert get_config(name)['algorithm'] == f'policyopt.algorithms.{name}'
