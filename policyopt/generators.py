@@ -94,18 +94,19 @@ class Generators:
           copy: keep them for use during that update.
         """
         self._version = version
+        shared = params  # by all on the trainer's devices
+        if copy and any(one.mesh is None for one in self._all):
+            shared = jax.tree.map(jnp.copy, params)
         for one in self._all:
-            one.params = self._placed(params, one.mesh, copy)
+            one.params = shared if one.mesh is None else self._placed(params, one.mesh)
             if recompute:
                 with sharding.use(one.mesh):
                     one.engine.resume(one.engine.abort())
 
-    def _placed(self, params: Any, mesh: Mesh | None, copy: bool) -> Any:
-        if mesh is not None:
-            axes, shapes = self._model.axes(), self._model.shapes()
-            placed = sharding.param_shardings(axes, shapes, mesh, self._model.rules)
-            return jax.device_put(params, placed)
-        return jax.tree.map(jnp.copy, params) if copy else params
+    def _placed(self, params: Any, mesh: Mesh) -> Any:
+        axes, shapes = self._model.axes(), self._model.shapes()
+        placed = sharding.param_shardings(axes, shapes, mesh, self._model.rules)
+        return jax.device_put(params, placed)
 
     def advance(self, ask: Callable[[], Wanted | None]) -> list[Held]:
         """One call of each engine that has rows; returns those that ended, in order of engines.

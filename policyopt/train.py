@@ -231,9 +231,10 @@ def _run(job: Job, workdir: Path, stop: stopping.Stop) -> Result:
     if watch.profile:
         profile = profiling.Profile(*watch.profile, workdir / profiling.FOLDER)
     loop = loop_lib.make_loop(setup, workdir, job.checkpoints, stop, watch.save_batches, profile)
-    point = loop_lib.resume(setup, loop) if job.resumed else None
+    point = None
     if job.resumed:
-        reward_training.give(setup, workdir)
+        reward_training.give(setup, workdir)  # answers that wait may still have to be judged
+        point = loop_lib.resume(setup, loop)
     with writers.Follower(watch.writers if hosts.first() else (), workdir, job.config):
         point = point or from_the_start(setup, loop)
         before, warm_steps = point.before, point.warm_steps
