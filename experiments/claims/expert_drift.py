@@ -90,7 +90,7 @@ def draw(figure: Any, seeds: list[Any]) -> None:
 
 
 CLAIM = Claim(
-    text='One update changes a tenth of the experts of a token, more with depth and rate.',
+    text='One update changes some of the experts of a token, more with depth and rate.',
     source='2507.18071',
     published='about 10 % of the activated experts, 48 layers',
     minutes=4,

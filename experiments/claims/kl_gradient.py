@@ -80,7 +80,7 @@ def draw(figure: Any, seeds: list[Any]) -> None:
 CLAIM = Claim(
     text="The gradient of k3 has no bound where p << q; that of DeepSeek-V3.2's form has.",
     source='2512.02556',
-    published='-4999 against -.0028 at p = 1e-4, q = .5, old = .3',
+    published='-',
     minutes=0.1,
     measure=measure,
     judge=judge,

@@ -72,7 +72,7 @@ def judge(seeds: list[Any]) -> Verdict:
         found,
         f"The variance of GSPO's log-ratio, a mean over tokens, falls as length to the power "
         f'{value:.2f}, that of the product of all token ratios grows as length to the power '
-        f'{product:.2f} [{its[0]:.2f}, {its[1]:.2f}]; a single token ratio keeps its own. At '
+        f'{product:.2f} [{its[0]:.2f}, {its[1]:.2f}], which is the same slope and 2. At '
         f'{seeds[0]["lengths"][-1]} tokens Var(log s) is {last.mean():.1f} times that of '
         'independent tokens, which measures how far the log-ratios of an answer go together.',
     )

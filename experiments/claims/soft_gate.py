@@ -86,7 +86,7 @@ def judge(seeds: list[Any]) -> Verdict:
         f'.02. The gap between token gates and the gate of the sequence, over tau^2/4 times the '
         f'variance, is {gaps["dense"][0]:.2f} in the middle and {gaps["dense"][1]:.2f} at the 95th '
         f'percentile of rows for the dense policy, {gaps["mixture"][0]:.2f} and '
-        f'{gaps["mixture"][1]:.2f} for the mixture: a bound up to terms of third order. What '
+        f'{gaps["mixture"][1]:.2f} for the mixture: it holds where ratios are near 1 only. What '
         'counts here is that the mixture is wider and that most rows are narrow.',
     )
 
