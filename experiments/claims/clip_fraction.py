@@ -71,8 +71,8 @@ def judge(seeds: list[Any]) -> Verdict:
         (low, high),
         f'At the published ranges GSPO freezes {gspo.mean():.1%} of the tokens and GRPO '
         f'{grpo.mean():.2%} (minibatches 2 to 4 of 4, learning rate {RATE:g}). The paper has '
-        'a hundred times, which this is not; how many times depends on the drift, the length of answers '
-        '(four tokens here) and the range: the curves show both kinds of ratio at one eps.',
+        'a hundred times, which this is not; how many times depends on the drift, the length of '
+        'answers (four tokens here) and the range: the curves show both kinds of ratio at one eps.',
     )
 
 
