@@ -64,8 +64,8 @@ def judge(seeds: list[Any]) -> Verdict:
         'Averaged over the solve rates of single problems (from 32 other answers each) the formula '
         f'gives the share of degenerate groups to {100 * value:.1f} points (5 were asked). With '
         f'the mean solve rate of all problems it does not: at G = {SIZES[2]} {100 * gap:.0f} '
-        f'[{100 * gaps[0]:.0f}, {100 * gaps[1]:.0f}] points more are degenerate than it says, since solve rates differ: '
-        'many problems are hopeless.',
+        f'[{100 * gaps[0]:.0f}, {100 * gaps[1]:.0f}] points more are degenerate than it '
+        'says, since solve rates differ: many problems are hopeless.',
     )
 
 
