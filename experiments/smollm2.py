@@ -4,7 +4,7 @@
 
 Runs configs/smollm2.py: 30 steps of GRPO, 10 of GSPO, 10 of DeepSeek-V3.2, one after another, each
 in a process of its own. What is complete is not run again, and a run that was stopped goes on, so
-it may take several evenings: a step is 1 to 2 minutes on 2 cores. Draws docs/figures/smollm2.png
+it may take several evenings: a step is about a minute of one core. Draws docs/figures/smollm2.png
 and writes the numbers beside it, as smollm2.json.
 """
 

@@ -252,8 +252,10 @@ def draw(
                 axis.fill_between(at, mean - half, mean + half, color=colour, alpha=0.2, lw=0)
             axis.axhline(0, color='0.6', lw=0.8, zorder=0)
             axis.set_title(f'mean {name} {when} pretraining', fontsize=10)
-    for row in axes:
-        row[1].sharey(row[0])
+    for before, after, _ in axes:
+        ends = (*before.get_ylim(), *after.get_ylim())
+        for axis in (before, after):
+            axis.set_ylim(min(ends), max(ends))
     axes[0, 0].legend(frameon=False, fontsize=8)
     for when, style in (('before', ':'), ('after', '-')):
         explained = np.array([x['explained'] for x in looks[when]])

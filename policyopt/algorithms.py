@@ -37,9 +37,7 @@ from policyopt.losses.aggregates import constant_length, sequence_mean, sequence
 from policyopt.losses.compose import adaptive, add, policy_loss, positive_nll, scale, value_loss
 from policyopt.losses.controllers import doubling_kl
 from policyopt.losses.gates import detached_weight, off_policy_sequence, trust_mask
-from policyopt.losses.gates import (
-    read as read_gates,
-)
+from policyopt.losses.gates import read as read_gates
 from policyopt.losses.penalties import entropy, kl_to_old, kl_to_reference
 from policyopt.losses.ratios import (
     behavior_ratio,

@@ -174,13 +174,7 @@ def meshes(config: AsyncConfig, rules: sharding.Rules) -> list[Mesh | None]:
     own = split(config.devices)[1]
     each = config.devices // config.generators
     axes = config.mesh or (('data', each),)
-    used = {axis for _, wanted in rules for axis in wanted}
-    for name, _ in axes:
-        if name not in used:
-            raise ValueError(
-                f'config.asynchronous.mesh names the axis {name!r}, which config.rules split '
-                f'nothing over.{checks.nearest(name, used)}'
-            )
+    sharding.check_axes('config.asynchronous.mesh', axes, rules)
     try:
         return [
             sharding.make_mesh(axes, own[i * each : (i + 1) * each])

@@ -61,13 +61,7 @@ def run_mesh(
     if axes is None:
         alone = jax.default_backend() == 'cpu' and not hosts.several() and not ahead
         axes = () if alone else DEFAULT_MESH
-    used = {axis for _, wanted in rules for axis in wanted}
-    for name, _ in axes:
-        if name not in used:
-            raise ValueError(
-                f'config.mesh names the axis {name!r}, which config.rules split nothing over.'
-                f'{nearest(name, used)}'
-            )
+    sharding.check_axes('config.mesh', axes, rules)
     legal = {name for name, _ in (*DEFAULT_MESH, *axes)}
     for logical, wanted in rules:
         for name in wanted:

@@ -100,6 +100,17 @@ def make_mesh(
         return Mesh(placed, tuple(names), axis_types=kinds)
 
 
+def check_axes(field: str, axes: Sequence[tuple[str, int]], rules: Rules) -> None:
+    """Raise ValueError, naming the field, for an axis that no rule splits anything over."""
+    used = {axis for _, wanted in rules for axis in wanted}
+    for name, _ in axes:
+        if name not in used:
+            raise ValueError(
+                f'{field} names the axis {name!r}, which config.rules split nothing over.'
+                f'{nearest(name, used)}'
+            )
+
+
 def platform() -> str:
     """Platform that what is being traced will run on: 'cpu', 'gpu' or 'tpu'.
 

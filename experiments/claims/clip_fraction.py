@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import policies
+from experiments import ablation_grid, policies
 from experiments.claim import COLOURS, Claim, Place, Verdict, decide, interval, line, spread, tidy
 from policyopt import losses, masked, reinforce
 from policyopt.types import LossInputs
 
-PUBLISHED = {'grpo': dict(eps=0.2), 'gspo': dict(low=3e-4, high=4e-4)}
+RANGES = {'token': ablation_grid.TOKEN_CLIP, 'sequence': ablation_grid.SEQUENCE_CLIP}
+PUBLISHED = {
+    'grpo': dict(eps=RANGES['token'][0]),
+    'gspo': dict(zip(('low', 'high'), RANGES['sequence'], strict=True)),
+}
 RATIOS = {'token': losses.token_ratio(), 'sequence': losses.sequence_ratio()}
 EPS = np.geomspace(1e-5, 1, 31)
 STEPS, MINIBATCHES, RATE = 4, 4, 1e-4
@@ -33,7 +37,7 @@ def _frozen(parts: Any, logp_new: Any) -> dict[str, Any]:
             return jnp.sum(masked.select(parts.mask, stops * 1.0)) / jnp.sum(parts.mask != 0)
 
         out[f'{name} curve'] = jax.vmap(share)(EPS, EPS)
-        out[f'{name} published'] = share(*((0.2, 0.2) if name == 'token' else (3e-4, 4e-4)))
+        out[f'{name} published'] = share(*RANGES[name])
     return out
 
 
@@ -88,8 +92,8 @@ def draw(figure: Any, seeds: list[Any]) -> None:
             f'{name.upper()}, {kind} ratio',
             colour,
         )
-    axis.axvline(0.2, color=COLOURS[0], ls=':', label="GRPO's eps")
-    axis.axvline(3.5e-4, color=COLOURS[1], ls=':', label="GSPO's eps")
+    axis.axvline(RANGES['token'][0], color=COLOURS[0], ls=':', label="GRPO's eps")
+    axis.axvline(np.mean(RANGES['sequence']), color=COLOURS[1], ls=':', label="GSPO's eps")
     axis.set(xscale='log', xlabel='eps', ylabel='share of tokens frozen')
     axis.legend(frameon=False, fontsize=8)
     tidy(axis)

@@ -73,7 +73,12 @@ def run(config: dict, kept: store.Store) -> dict:
     for step in _STEPS.value:
         if _FIT.value:
             _, _, record = planning.fit(
-                config, topology, step, kept, lambda text: print(text, file=sys.stderr)
+                config,
+                topology,
+                step,
+                kept,
+                lambda text: print(text, file=sys.stderr),
+                _AGAIN.value,
             )
         else:
             planned = planning.plan(config, topology, [step], kept, _AGAIN.value)

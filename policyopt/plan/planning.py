@@ -97,7 +97,7 @@ def label(setup: recipe.Setup, topology: str, step: str) -> dict[str, Any]:
         'step': step,
         'remat': config.remat,
         'rows': {
-            'train': sizes.micro, 'score': sizes.micro, 'prefill': sizes.prefill
+            'train': sizes.rows, 'score': sizes.rows, 'prefill': sizes.prefill
         }.get(step, sizes.slots),
     }  # fmt: skip
 
@@ -108,18 +108,19 @@ def fit(
     step: str,
     kept: store.Store | None = None,
     say: Callable[[str], None] = lambda text: None,
+    again: bool = False,
 ) -> tuple[dict[str, Any], list[Change], dict[str, Any]]:
     """Follow the suggestions until a program fits: the config then, the changes, its record.
 
     Ends after TRIES programs, or where nothing is left to try; the last record says whether it
-    fits. `say` is called with each change.
+    fits. `say` is called with each change; `kept` and `again` are as in `plan`.
     """
     config, changes = dict(config), []
-    record = plan(config, topology, [step], kept)[step]
+    record = plan(config, topology, [step], kept, again)[step]
     while not record['fits'] and record.get('suggestion') and len(changes) < TRIES:
         change = Change(*record['suggestion'])
         say(f'{step}: {change.field} = {change.value} ({change.why})')
         changes.append(change)
         config = suggest.apply(config, change, record['label']['mesh'])
-        record = plan(config, topology, [step], kept)[step]
+        record = plan(config, topology, [step], kept, again)[step]
     return config, changes, record
