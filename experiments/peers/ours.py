@@ -1,0 +1,208 @@
+"""Our side: what policyopt does of each work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import policyopt as po
+from experiments.peers.serve import Run, serve
+from policyopt import algorithms, models, scoring, updates
+from policyopt.models.moe import moe_layer
+from policyopt.sampling import Engine, EngineConfig, PerRow, SamplingConfig, sample
+
+# The same objective by each side's own arguments: see docs/performance.md.
+EPS, GSPO, CAP = 0.2, 3e-4, 5.0
+
+
+def losses(answer: int) -> dict[str, po.Algorithm]:
+    """Algorithms compared, for answers of `answer` tokens at most."""
+    return {
+        'grpo': algorithms.grpo(eps=EPS, beta=0.0),
+        'dapo': algorithms.dapo(low=EPS, high=0.28),
+        'dr_grpo': algorithms.dr_grpo(length=answer, eps=EPS),
+        'gspo': algorithms.gspo(low=GSPO, high=GSPO),
+        'gspo_token': algorithms.gspo_token(low=GSPO, high=GSPO),
+        'sapo': algorithms.sapo(),
+        'cispo': algorithms.cispo(cap=CAP),
+    }
+
+
+def places(found: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Where answers' tokens stand in rows without left padding: row and column indices [B,C]."""
+    starts = found['prompt_mask'].sum(1)
+    columns = starts[:, None] + np.arange(found['answer'].shape[1])
+    return np.arange(len(starts))[:, None], columns
+
+
+def batch_of(found: Any) -> po.TokenBatch:
+    """Rows of prompt and answer without padding between: [B,T]."""
+    rows, prompt = found['prompt'].shape
+    total = prompt + found['answer'].shape[1]
+    tokens = np.zeros((rows, total), np.int32)
+    lengths = found['prompt_mask'].sum(1)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = found['prompt'][row, prompt - length :]
+    where = places(found)
+    full = lambda x, dtype: _put(np.zeros((rows, total), dtype), where, x)  # noqa: E731
+    tokens[where] = found['answer']
+    old = found.get('logp_old', np.zeros(found['answer'].shape, np.float32))
+    batch = po.TokenBatch(
+        tokens=tokens,
+        mask=full(found['answer_mask'], np.int32),
+        length=(lengths + found['answer_mask'].sum(1)).astype(np.int32),
+        group=np.arange(rows, dtype=np.int32) // 4,
+        logp_old=full(old, np.float32),
+        advantages=full(found['advantages'][:, None] * found['answer_mask'], np.float32),
+    )
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def _put(array: np.ndarray, where: Any, values: np.ndarray) -> np.ndarray:
+    array[where] = values
+    return array
+
+
+def answers_of(found: Any, rows: np.ndarray) -> np.ndarray:
+    """[B,T] of our rows to [B,C] of answers."""
+    return rows[places(found)]
+
+
+def objective(model: Any, algorithm: po.Algorithm, batch: po.TokenBatch) -> Any:
+    """params -> loss of the batch."""
+    weights = algorithm.loss.weigh(batch)
+
+    def loss(params: Any) -> Any:
+        scores = scoring.score(model, params, batch)
+        return algorithm.loss.apply(updates.loss_inputs(batch, scores, {}), weights).loss
+
+    return loss
+
+
+def compare(folder: Path, answer: int) -> Run:
+    """Losses and gradients; gradients go to a folder each, as if they were weights."""
+    model, params = models.load(folder)
+    batch = batch_of(np.load(folder / 'rows.npz'))
+
+    def run() -> dict[str, Any]:
+        out = {}
+        for name, algorithm in losses(answer).items():
+            value, grads = jax.jit(jax.value_and_grad(objective(model, algorithm, batch)))(params)
+            models.save(model, grads, folder / name)
+            out[name] = float(value)
+        (folder / 'losses.json').write_text(json.dumps(out))
+        return out
+
+    return run
+
+
+def update(folder: Path) -> Run:
+    """Forward and backward of GRPO's loss."""
+    model, params = models.load(folder)
+    batch = batch_of(np.load(folder / 'rows.npz'))
+    step = jax.jit(jax.value_and_grad(objective(model, algorithms.grpo(beta=0.0), batch)))
+
+    def run() -> dict[str, float]:
+        value, grads = step(params)
+        jax.block_until_ready(grads)
+        return {'loss': float(value)}
+
+    return run
+
+
+def generate(folder: Path, rows: int, tokens: int, top_p: float) -> Run:
+    """Rows of new tokens after equally long prompts, none of which ends early."""
+    model, params = models.load(folder)
+    prompts = np.load(folder / 'rows.npz')['prompt'][:rows]
+    config = SamplingConfig(max_new_tokens=tokens, top_p=top_p)
+    keys = jax.random.split(jax.random.key(0), rows)
+
+    def run() -> dict[str, int]:
+        drawn = sample(model, params, prompts, keys, config)
+        return {'tokens': int(np.sum(np.asarray(drawn.mask)))}
+
+    return run
+
+
+def long_tail(folder: Path, slots: int) -> Run:
+    """All rows, each to a limit of its own, through the slots of the engine."""
+    model, params = models.load(folder)
+    held = np.load(folder / 'rows.npz')
+    prompts, limits = held['prompt'], held['limits']
+    longest, width = int(limits.max()), prompts.shape[1]
+    sizes = EngineConfig(
+        slots=slots,
+        size=width + longest,
+        refill=max(1, slots // 8),
+        min_slots=1,
+        prefill_rows=8,
+        prefill_width=width,
+        bucket=64,
+    )
+    keys = jax.random.split(jax.random.key(0), len(prompts))
+
+    def run() -> dict[str, int]:
+        engine = Engine(model, SamplingConfig(max_new_tokens=longest), sizes)
+        engine.submit(prompts.tolist(), keys, per_row=PerRow(max_new_tokens=limits))
+        while engine.busy:
+            engine.step(params)
+        return {'tokens': int(limits.sum())}
+
+    return run
+
+
+def score(folder: Path, support: bool) -> Run:
+    """Forward and backward of log-probs from hidden states; on the full vocabulary or a support."""
+    held = np.load(folder / 'score.npz')
+    embed, hidden, ids = (jnp.asarray(held[name]) for name in ('embed', 'hidden', 'ids'))
+    vocab, width = embed.shape
+    config = models.ModelConfig(vocab, width, 1, 1, 1, mlp_dim=1, head_dim=2, tied=True)
+    model, kept = models.build(config), held['support'] if support else None
+    batch = po.TokenBatch(tokens=ids, mask=jnp.ones_like(ids), support=kept)
+
+    def loss(embed: Any, hidden: Any) -> Any:
+        scores = scoring.score_hidden(model, {'embed': embed}, hidden, batch, entropy=False)
+        return jnp.sum(scores.logp_new)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+    def run() -> dict[str, float]:
+        value, grads = step(embed, hidden)
+        jax.block_until_ready(grads)
+        return {'sum': float(value)}
+
+    return run
+
+
+def mixture(folder: Path, top_k: int) -> Run:
+    """Forward and backward of one mixture layer."""
+    held = {name: jnp.asarray(value) for name, value in np.load(folder / 'moe.npz').items()}
+    x = held.pop('x')
+    config = models.MoEConfig(held['gate'].shape[0], top_k)
+    step = jax.jit(
+        jax.grad(lambda x, p: jnp.sum(moe_layer(x, p, config)[0] ** 2), argnums=(0, 1))
+    )
+
+    def run() -> dict[str, float]:
+        grads = jax.block_until_ready(step(x, held))
+        return {'norm': float(jnp.linalg.norm(grads[0]))}
+
+    return run
+
+
+WORKS = dict(
+    compare=compare,
+    update=update,
+    generate=generate,
+    long_tail=long_tail,
+    score=score,
+    mixture=mixture,
+)
+
+if __name__ == '__main__':
+    serve(WORKS)
