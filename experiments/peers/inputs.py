@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,17 @@ def write_scoring(
         ids=support[:, :, 0],
         support=support,
     )
+
+
+def log_normal(rows: int, mean: int) -> np.ndarray:
+    """Lengths [rows]: log-normal quantiles, shuffled, of which the longest is 5 times `mean`."""
+    quantiles = statistics.NormalDist().inv_cdf
+    z = np.array([quantiles((row + 0.5) / rows) for row in range(rows)])
+
+    def at(sigma: float) -> np.ndarray:
+        found = np.exp(sigma * z)
+        return found * (mean / found.mean())
+
+    spread = np.geomspace(0.05, 3, 400)
+    best = min(spread, key=lambda sigma: abs(at(sigma).max() - 5 * mean))
+    return np.random.default_rng(0).permutation(np.maximum(1, np.round(at(best)))).astype(np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def score(folder: Path, support: bool) -> Run:
     vocab, width = embed.shape
     config = models.ModelConfig(vocab, width, 1, 1, 1, mlp_dim=1, head_dim=2, tied=True)
     model, kept = models.build(config), held['support'] if support else None
-    batch = po.TokenBatch(tokens=ids, mask=jnp.ones_like(ids), support=kept)
+    batch = types.SimpleNamespace(tokens=ids, mask=jnp.ones_like(ids), support=kept)
 
     def loss(embed: Any, hidden: Any) -> Any:
         scores = scoring.score_hidden(model, {'embed': embed}, hidden, batch, entropy=False)
@@ -182,11 +183,9 @@ def score(folder: Path, support: bool) -> Run:
 def mixture(folder: Path, top_k: int) -> Run:
     """Forward and backward of one mixture layer."""
     held = {name: jnp.asarray(value) for name, value in np.load(folder / 'moe.npz').items()}
-    x = held.pop('x')
+    x, held['router'] = held.pop('x'), held['router'].T
     config = models.MoEConfig(held['gate'].shape[0], top_k)
-    step = jax.jit(
-        jax.grad(lambda x, p: jnp.sum(moe_layer(x, p, config)[0] ** 2), argnums=(0, 1))
-    )
+    step = jax.jit(jax.grad(lambda x, p: jnp.sum(moe_layer(x, p, config)[0] ** 2), argnums=(0, 1)))
 
     def run() -> dict[str, float]:
         grads = jax.block_until_ready(step(x, held))

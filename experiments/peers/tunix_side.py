@@ -230,9 +230,7 @@ def mixture(folder: Path, top_k: int) -> Run:
     layer.gate_proj.value, layer.up_proj.value = held['gate'], held['up']
     layer.down_proj.value, layer.router.kernel.value = held['down'], held['router']
     graph, state = nnx.split(layer)
-    step = jax.jit(
-        jax.grad(lambda x, s: jnp.sum(nnx.merge(graph, s)(x) ** 2), argnums=(0, 1))
-    )
+    step = jax.jit(jax.grad(lambda x, s: jnp.sum(nnx.merge(graph, s)(x) ** 2), argnums=(0, 1)))
     x = held['x'][None]
 
     def run() -> dict[str, float]:

@@ -1,0 +1,115 @@
+"""docs/performance.md from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from experiments.peers.cells import OURS, PEERS, Cell, cells
+
+HEAD = """# Beside other libraries
+
+The same work by policyopt, [TRL](https://github.com/huggingface/trl) (transformers, PyTorch) and
+[tunix](https://github.com/google/tunix) (jax), on the same weights and the same rows, in one run.
+Written by `python -m experiments.peers`, which `make peers` sets up and runs.
+
+Every side is a process of its own in an environment of its own; sides of a cell run in turn, so
+that a ratio compares neighbours in time. A ratio above 1 means that we are faster: the median over
+rounds, and the least and the largest. Memory is what a process takes at most beyond what importing
+its libraries takes, weights included. *First* is seconds from reading the weights to the first
+result, compiling included. Everything is float32.
+"""
+
+
+def ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> np.ndarray:
+    """Their time over ours, round by round."""
+    return np.array(theirs['seconds']) / np.array(ours['seconds'])
+
+
+def speed(found: Mapping[str, Any]) -> str:
+    """Seconds of a run, and tokens a second where the work is to draw them."""
+    seconds = float(np.median(found['seconds']))
+    tokens = found['found'].get('tokens')
+    return f'{seconds:.3g} s' if tokens is None else f'{tokens / seconds:,.0f} tokens/s'
+
+
+def aimed(cell: Cell, label: str, middle: float) -> str:
+    """The aim, and whether it was met."""
+    aim = cell.sides[label].aim
+    if not aim:
+        return ''
+    return f'{aim:.2g} {"met" if middle >= aim else "**missed**"}'
+
+
+def rows(cell: Cell, found: Mapping[str, Any]) -> list[list[str]]:
+    """A row of the table for each side."""
+    ours, out = found[OURS], []
+    for label, held in found.items():
+        name = PEERS.get(label, label)
+        if 'failed' in held:
+            out.append([name, held['failed'], '', '', '', ''])
+            continue
+        middle, spread = '', ''
+        if label != OURS:
+            times = ratio(ours, held)
+            middle = f'{np.median(times):.2f} ({times.min():.2f}-{times.max():.2f})'
+            spread = aimed(cell, label, float(np.median(times)))
+        memory = f'{held["memory"]:,.0f} MiB'
+        out.append([name, speed(held), middle, spread, memory, f'{held["first"]:.1f} s'])
+    return out
+
+
+def correctness(found: Mapping[str, Any]) -> list[str]:
+    """The table of losses and gradients."""
+    ours = found[OURS]['found']
+    out = [
+        '| loss | ours | side | theirs | largest gap of the gradient, over its largest entry |',
+        '| --- | --- | --- | --- | --- |',
+    ]
+    for label in PEERS:
+        for name, held in found.get(label, {}).get('found', {}).items():
+            out.append(
+                f'| `{name}` | {ours[name]:.7f} | {PEERS[label]} | {held["loss"]:.7f} '
+                f'| {held["gap"]:.1e} |'
+            )
+    return out
+
+
+def lines(cell: Cell, found: Mapping[str, Any]) -> list[str]:
+    """A cell as Markdown."""
+    out = [f'### {cell.name}', '', f'{cell.what[0].upper()}{cell.what[1:]}.', '']
+    if cell.name == 'correctness':
+        return out + correctness(found)
+    out += ['| side | a run | their time over ours | aim | memory | first |']
+    out += ['| --- | --- | --- | --- | --- | --- |']
+    out += [f'| {" | ".join(row)} |' for row in rows(cell, found)]
+    agree = gaps(found)
+    if agree:
+        out += ['', f'Results agree to {max(agree):.0e}.']
+    return out + [f'{PEERS.get(label, label)}: {why}.' for label, why in cell.absent.items()]
+
+
+def gaps(found: Mapping[str, Any]) -> list[float]:
+    """Relative differences of what peers found from what we did, of numbers that must agree."""
+    ours = found[OURS]['found']
+    out = []
+    for label in PEERS:
+        theirs = found.get(label, {}).get('found', {})
+        for name in ('loss', 'sum', 'norm'):
+            if name in theirs and name in ours:
+                out.append(abs(theirs[name] - ours[name]) / abs(ours[name]))
+    return out
+
+
+def page(held: Mapping[str, Any]) -> str:
+    """The page."""
+    out = [HEAD]
+    if 'versions' in held:
+        named = '; '.join(f'{PEERS.get(k, k)}: {v}' for k, v in held['versions'].items())
+        out += [f'{held["processors"]} processors. {named}.', '']
+    for name, cell in cells().items():
+        if name in held['cells']:
+            out += [*lines(cell, held['cells'][name]), '']
+    return '\n'.join(out).rstrip() + '\n'
