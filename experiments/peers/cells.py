@@ -162,7 +162,41 @@ def score(fast: bool) -> list[Cell]:
     return out
 
 
-WORKS = (correctness, update, generate, long_tail, mixture, score)
+def rl_step(fast: bool) -> list[Cell]:
+    prompts, group = (4, 4) if fast else (64, 8)
+
+    def prepare(folder: Path) -> None:
+        config = inputs.dense(len(inputs.CHARS), 2, 128, 512)
+        inputs.write_sums(folder, config, prompts)
+
+    what = f'a whole GRPO step, {prompts} sums x {group} answers of 4 tokens, one update'
+    sides = everyone('rl_step', {'group': group, 'tokens': 4}, 2.0)
+    return [Cell('rl-step', what, prepare, sides)]
+
+
+def language(fast: bool) -> list[Cell]:
+    """SmolLM2-135M, or a toy of its architecture."""
+    prompt, tokens = (8, 4) if fast else (64, 64)
+
+    def prepare(folder: Path) -> None:
+        inputs.write_language(folder, 64, prompt, fast)
+
+    def sides(work: str, asked: Mapping[str, Any]) -> dict[str, Side]:
+        return {OURS: Side('ours', work, asked), 'trl': Side('trl', work, asked, 1.5)}
+
+    absent = {'tunix': 'its models load no file of this package; not tried'}
+    out = []
+    for rows in (1, 16, 64):
+        asked = dict(rows=rows, tokens=tokens, top_p=1.0)
+        what = f'SmolLM2-135M, {rows} rows x {tokens} new tokens after {prompt}'
+        out.append(Cell(f'smollm2-{rows}', what, prepare, sides('generate', asked), absent))
+    asked = dict(rows=8 if fast else 32, tokens=tokens)
+    what = f'SmolLM2-135M, a GRPO step of {asked["rows"]} x ({prompt} + {tokens})'
+    out.append(Cell('smollm2-step', what, prepare, sides('language_step', asked), absent))
+    return out
+
+
+WORKS = (correctness, update, generate, long_tail, mixture, score, rl_step, language)
 
 
 def cells(fast: bool = False) -> dict[str, Cell]:

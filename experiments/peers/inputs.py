@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from configs import smollm2
 from experiments.peers import ours
+from experiments.peers.serve import BOS, EOS, PAD
 from policyopt import models, scoring
-
-PAD, BOS, EOS = 0, 1, 2
 
 
 def dense(vocab: int, layers: int = 4, width: int = 256, inner: int = 768) -> models.ModelConfig:
@@ -121,3 +123,31 @@ def log_normal(rows: int, mean: int) -> np.ndarray:
     spread = np.geomspace(0.05, 3, 400)
     best = min(spread, key=lambda sigma: abs(at(sigma).max() - 5 * mean))
     return np.random.default_rng(0).permutation(np.maximum(1, np.round(at(best)))).astype(np.int32)
+
+
+CHARS = '<pad>', '<s>', '</s>', *'0123456789+='
+
+
+def write_sums(folder: Path, config: models.ModelConfig, prompts: int) -> None:
+    """Sums of two numbers of two digits as text and ids, characters by id, and random weights."""
+    rng = np.random.default_rng(0)
+    texts = [f'{a}+{b}=' for a, b in rng.integers(10, 100, (prompts, 2))]
+    rows = np.array([[CHARS.index(char) for char in text] for text in texts], np.int32)
+    model = models.build(config)
+    models.save(model, jax.jit(model.init)(jax.random.key(0)), folder)
+    np.savez(folder / 'rows.npz', prompt=rows)
+    (folder / 'texts.json').write_text(json.dumps({'chars': CHARS, 'prompts': texts}))
+
+
+def write_language(folder: Path, rows: int, width: int, toy: bool) -> None:
+    """SmolLM2-135M-Instruct as a Hugging Face folder, and random prompts."""
+    if toy:
+        config = dataclasses.replace(dense(160, 2, 64, 96), qk_norm=False, family='llama')
+        model = models.build(config)
+        params = jax.jit(model.init)(jax.random.key(0))
+    else:
+        model, params = models.load(smollm2.weights())
+    models.save(model, params, folder)
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(100, model.config.vocab_size, (rows, width)).astype(np.int32)
+    np.savez(folder / 'rows.npz', prompt=prompt)

@@ -19,17 +19,19 @@ def score(folder: Path, support: bool) -> Run:
     kept = jnp.asarray(held['support'])
 
     def loss(embed: Any, hidden: Any) -> Any:
-        logits = jnp.dot(hidden, embed.T, precision='highest')
-        if support:  # tokens are first of their support
-            return jnp.sum(jax.nn.log_softmax(jnp.take_along_axis(logits, kept, 2))[..., 0])
-        return jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], 2))
+        logits = jnp.dot(hidden[:, :-1], embed.T, precision='highest')
+        if support:  # a token is the first of its support
+            logits = jnp.take_along_axis(logits, kept[:, 1:], axis=2)
+            return jnp.sum(jax.nn.log_softmax(logits)[..., 0])
+        taken = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], axis=2)
+        return jnp.sum(taken)
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
     def run() -> dict[str, float]:
         value, grads = step(embed, hidden)
         jax.block_until_ready(grads)
-        return {'sum': float(value)}
+        return {'kept' if support else 'sum': float(value)}
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import types
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import policyopt as po
-from experiments.peers.serve import Run, serve
-from policyopt import algorithms, models, scoring, updates
+from experiments.peers.serve import EOS, Run, reward, serve
+from policyopt import algorithms, learner, models, scoring, updates
 from policyopt.models.moe import moe_layer
 from policyopt.sampling import Engine, EngineConfig, PerRow, SamplingConfig, sample
 
@@ -120,7 +122,7 @@ def generate(folder: Path, rows: int, tokens: int, top_p: float) -> Run:
     """Rows of new tokens after equally long prompts, none of which ends early."""
     model, params = models.load(folder)
     prompts = np.load(folder / 'rows.npz')['prompt'][:rows]
-    config = SamplingConfig(max_new_tokens=tokens, top_p=top_p)
+    config = SamplingConfig(max_new_tokens=tokens, top_p=top_p, eos_id=-1)
     keys = jax.random.split(jax.random.key(0), rows)
 
     def run() -> dict[str, int]:
@@ -148,7 +150,7 @@ def long_tail(folder: Path, slots: int) -> Run:
     keys = jax.random.split(jax.random.key(0), len(prompts))
 
     def run() -> dict[str, int]:
-        engine = Engine(model, SamplingConfig(max_new_tokens=longest), sizes)
+        engine = Engine(model, SamplingConfig(max_new_tokens=longest, eos_id=-1), sizes)
         engine.submit(prompts.tolist(), keys, per_row=PerRow(max_new_tokens=limits))
         while engine.busy:
             engine.step(params)
@@ -175,7 +177,7 @@ def score(folder: Path, support: bool) -> Run:
     def run() -> dict[str, float]:
         value, grads = step(embed, hidden)
         jax.block_until_ready(grads)
-        return {'sum': float(value)}
+        return {'kept' if support else 'sum': float(value)}
 
     return run
 
@@ -194,7 +196,70 @@ def mixture(folder: Path, top_k: int) -> Run:
     return run
 
 
+def minibatch(algorithm: po.Algorithm, rollout: po.Rollout) -> po.TokenBatch:
+    """All rows of a rollout with rewards."""
+    return po.TokenBatch(
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        length=rollout.length,
+        group=rollout.group,
+        logp_old=rollout.logp_behavior,
+        advantages=algorithm.advantages(rollout).advantages,
+    )
+
+
+def rl_step(folder: Path, group: int, tokens: int) -> Run:
+    """Answers, rewards, advantages, one update of GRPO with Adam."""
+    texts = json.loads((folder / 'texts.json').read_text())
+    prompts = np.repeat(np.load(folder / 'rows.npz')['prompt'], group, axis=0)
+    asked = np.repeat(texts['prompts'], group).tolist()
+    model, params = models.load(folder)
+    algorithm = algorithms.grpo(eps=EPS, beta=0.0)
+    trainer = learner.make_learner(model, algorithm, optax.adamw(1e-6))
+    state = [trainer.init(params, jax.random.key(1))]
+    config = SamplingConfig(max_new_tokens=tokens)
+    width, steps = prompts.shape[1], iter(range(10**6))
+
+    def run() -> dict[str, float]:
+        key = jax.random.fold_in(jax.random.key(2), next(steps))
+        drawn = sample(model, state[0].params, prompts, key, config)
+        ids, mask = np.asarray(drawn.tokens)[:, width:], np.asarray(drawn.mask)[:, width:]
+        answers = [
+            ''.join(texts['chars'][i] for i in row[kept != 0] if i > EOS)
+            for row, kept in zip(ids, mask, strict=True)
+        ]
+        rewards = np.array([reward(a, b) for a, b in zip(asked, answers, strict=True)], np.float32)
+        groups = np.repeat(np.arange(len(prompts) // group, dtype=np.int32), group)
+        batch = minibatch(algorithm, dataclasses.replace(drawn, rewards=rewards, group=groups))
+        state[0], metrics, _ = trainer.update(state[0], batch)
+        return {'reward': float(rewards.mean()), 'objective': float(metrics['loss'].value)}
+
+    return run
+
+
+def language_step(folder: Path, rows: int, tokens: int) -> Run:
+    """Answers of a language model to random prompts, and one update of GRPO with Adam."""
+    model, params = models.load(folder)
+    prompts = np.load(folder / 'rows.npz')['prompt'][:rows]
+    algorithm = algorithms.grpo(eps=EPS, beta=0.0)
+    trainer = learner.make_learner(model, algorithm, optax.adamw(1e-6), microbatches=4)
+    state = [trainer.init(params, jax.random.key(1))]
+    groups = np.repeat(np.arange(rows // 4, dtype=np.int32), 4)
+    rewards = np.random.default_rng(0).standard_normal(rows).astype(np.float32)
+    config = SamplingConfig(max_new_tokens=tokens, eos_id=-1)
+
+    def run() -> dict[str, float]:
+        drawn = sample(model, state[0].params, prompts, jax.random.key(2), config)
+        batch = minibatch(algorithm, dataclasses.replace(drawn, rewards=rewards, group=groups))
+        state[0], metrics, _ = trainer.update(state[0], batch)
+        return {'objective': float(metrics['loss'].value)}
+
+    return run
+
+
 WORKS = dict(
+    language_step=language_step,
+    rl_step=rl_step,
     compare=compare,
     update=update,
     generate=generate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from serve import Run, serve
+from serve import Run, reward, serve
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 EPS, GSPO, CAP = 0.2, 3e-4, 5.0
@@ -63,7 +64,14 @@ class Blank(transformers.PreTrainedTokenizer):
         return 'a'
 
 
-def trainer_of(folder: Path, answer: int, rows: int, arguments: dict[str, Any]) -> Any:
+def trainer_of(
+    folder: Path,
+    answer: int,
+    rows: int,
+    arguments: dict[str, Any],
+    tokenizer: Any = None,
+    rewards: Any = None,
+) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -75,17 +83,16 @@ def trainer_of(folder: Path, answer: int, rows: int, arguments: dict[str, Any]) 
         gradient_checkpointing=False,
         report_to=[],
         beta=0.0,
-        num_generations=4,
         per_device_train_batch_size=rows,
         max_completion_length=answer,
-        **arguments,
+        **({'num_generations': 4} | arguments),
     )
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        reward_funcs=rewards or (lambda completions, **_: [0.0] * len(completions)),
         args=config,
         train_dataset=Dataset.from_dict({'prompt': ['a'] * rows}),
-        processing_class=Blank(pad_token='<pad>', bos_token='<s>', eos_token='</s>'),
+        processing_class=tokenizer or Blank(pad_token='<pad>', bos_token='<s>', eos_token='</s>'),
     )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -132,15 +139,13 @@ def update(folder: Path) -> Run:
     return run
 
 
-def generate(folder: Path, rows: int, tokens: int, top_p: float) -> Run:
-    """Transformers' `generate`, which is what TRL samples with on such a machine."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompts = held(folder)['prompt'][:rows].long()
+def drawer(model: Any, tokens: int, top_p: float) -> Any:
+    """Transformers' `generate`, which is what TRL samples with where there is no vLLM."""
     model.generation_config.eos_token_id = None
 
-    def run() -> dict[str, int]:
+    def draw(prompts: torch.Tensor, tokens: int = tokens) -> torch.Tensor:
         with torch.no_grad():
-            drawn = model.generate(
+            return model.generate(
                 prompts,
                 attention_mask=torch.ones_like(prompts),
                 do_sample=True,
@@ -149,7 +154,17 @@ def generate(folder: Path, rows: int, tokens: int, top_p: float) -> Run:
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,
             )
-        return {'tokens': drawn[:, prompts.shape[1] :].numel()}
+
+    return draw
+
+
+def generate(folder: Path, rows: int, tokens: int, top_p: float) -> Run:
+    """Rows of new tokens, none of which ends early."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts, draw = held(folder)['prompt'][:rows].long(), drawer(model, tokens, top_p)
+
+    def run() -> dict[str, int]:
+        return {'tokens': draw(prompts)[:, prompts.shape[1] :].numel()}
 
     return run
 
@@ -159,21 +174,11 @@ def long_tail(folder: Path, slots: int) -> Run:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = held(folder)
     prompts, limits = rows['prompt'].long(), rows['limits']
-    model.generation_config.eos_token_id = None
+    draw = drawer(model, int(limits.max()), 1.0)
 
     def run() -> dict[str, int]:
         for at in range(0, len(prompts), slots):
-            part = prompts[at : at + slots]
-            longest = int(limits[at : at + slots].max())
-            with torch.no_grad():
-                model.generate(
-                    part,
-                    attention_mask=torch.ones_like(part),
-                    do_sample=True,
-                    top_k=0,
-                    max_new_tokens=longest,
-                    min_new_tokens=longest,
-                )
+            draw(prompts[at : at + slots], int(limits[at : at + slots].max()))
         return {'tokens': int(limits.sum())}
 
     return run
@@ -188,7 +193,7 @@ def score(folder: Path, support: bool) -> Run:
 
     def run() -> dict[str, float]:
         embed.grad = hidden.grad = None
-        total = selective_log_softmax(hidden @ embed.T, ids).sum()
+        total = selective_log_softmax(hidden[:, :-1] @ embed.T, ids[:, 1:]).sum()
         total.backward()
         return {'sum': total.item()}
 
@@ -225,7 +230,68 @@ def mixture(folder: Path, top_k: int) -> Run:
     return run
 
 
+def rl_step(folder: Path, group: int, tokens: int) -> Run:
+    """One training step of TRL's trainer: it draws, rewards, scores and updates."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    texts = json.loads((folder / 'texts.json').read_text())
+    vocabulary = {char: index for index, char in enumerate(texts['chars'])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token='<pad>'))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex('.'), 'isolated')
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token='<pad>', bos_token='<s>', eos_token='</s>'
+    )
+
+    def rewards(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        pairs = zip(prompts, completions, strict=True)
+        return [reward(prompt, answer.replace(' ', '')) for prompt, answer in pairs]
+
+    rows = len(texts['prompts']) * group
+    arguments = ARGUMENTS['grpo'] | dict(num_generations=group, learning_rate=1e-6)
+    trainer = trainer_of(folder, tokens, rows, arguments, tokenizer, rewards)
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
+    batch = [{'prompt': text} for text in texts['prompts'] for _ in range(group)]
+
+    def run() -> dict[str, float]:
+        # What trainer.train() does at each step; its buffer of answers is left out of the way.
+        trainer._step = 0
+        trainer.training_step(trainer.model, batch, None)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {}
+
+    return run
+
+
+def language_step(folder: Path, rows: int, tokens: int) -> Run:
+    """Transformers' `generate`, TRL's loss in 4 parts, AdamW."""
+    held_rows = held(folder)
+    prompts = held_rows['prompt'][:rows].long()
+    trainer = trainer_of(folder, tokens, rows, ARGUMENTS['grpo'])
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
+    draw = drawer(trainer.model, tokens, 1.0)
+    scores = torch.randn(rows)
+
+    def run() -> dict[str, float]:
+        answers = draw(prompts)[:, prompts.shape[1] :]
+        total = 0.0
+        for part in torch.arange(rows).chunk(4):
+            asked = {'prompt': prompts[part], 'answer': answers[part], 'advantages': scores[part]}
+            masks = {f'{n}_mask': torch.ones_like(asked[n]) for n in ('prompt', 'answer')}
+            inputs = inputs_of(asked | masks | {'logp_old': None})
+            loss = trainer._compute_loss(trainer.model, inputs) / 4
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {'objective': total}
+
+    return run
+
+
 WORKS = dict(
+    language_step=language_step,
+    rl_step=rl_step,
     compare=compare,
     update=update,
     generate=generate,

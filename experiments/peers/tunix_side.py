@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import traceback
 import types
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from serve import Run, serve
+from serve import EOS, PAD, Run, reward, serve
 from tunix.generate import sampler as sampler_lib
 from tunix.models.qwen3 import model as qwen3
 from tunix.models.qwen3 import params as qwen3_params
@@ -19,7 +21,6 @@ from tunix.rl import algo_core, common
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 
 EPS, GSPO = 0.2, 3e-4
-PAD, BOS, EOS = 0, 1, 2
 # Tunix's own arguments for the objectives of `ours.losses`.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     'grpo': dict(loss_algo='grpo', epsilon=EPS),
@@ -27,7 +28,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, mesh: Any = None) -> Any:
     given = json.loads((folder / 'config.json').read_text())
     config = qwen3.ModelConfig(
         num_layers=given['num_hidden_layers'],
@@ -41,7 +42,7 @@ def load(folder: Path) -> Any:
         norm_eps=given['rms_norm_eps'],
         use_tied_embedding=given['tie_word_embeddings'],
     )
-    return qwen3_params.create_model_from_safe_tensors(str(folder), config, dtype=jnp.float32)
+    return qwen3_params.create_model_from_safe_tensors(str(folder), config, mesh, dtype=jnp.float32)
 
 
 def example_of(folder: Path) -> common.TrainExample:
@@ -198,7 +199,7 @@ def score(folder: Path, support: bool) -> Run:
     embed, hidden, ids = (jnp.asarray(held[name]) for name in ('embed', 'hidden', 'ids'))
 
     def loss(embed: Any, hidden: Any) -> Any:
-        return jnp.sum(common.selective_log_softmax(jnp.dot(hidden, embed.T), ids))
+        return jnp.sum(common.selective_log_softmax(jnp.dot(hidden[:, :-1], embed.T), ids[:, 1:]))
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
@@ -240,7 +241,98 @@ def mixture(folder: Path, top_k: int) -> Run:
     return run
 
 
+class Characters:
+    """A tokenizer of single characters."""
+
+    def __init__(self, chars: list[str]):
+        self.chars = chars
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [self.chars.index(char) for char in text]
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return ''.join(self.chars[int(i)] for i in ids if int(i) > EOS)
+
+    def bos_id(self) -> int:
+        return 0
+
+    def eos_id(self) -> int:
+        return EOS
+
+    def pad_id(self) -> int:
+        return PAD
+
+
+def learner_of(folder: Path, group: int, tokens: int, texts: dict[str, Any]) -> Any:
+    """Tunix's GRPO learner on one device, with sampler and trainer on the same weights."""
+    import optax
+    from tunix.rl import rl_cluster
+    from tunix.rl.grpo.grpo_learner import GRPOLearner
+    from tunix.rl.rollout import base_rollout
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ('fsdp', 'tp'))
+    width = len(texts['prompts'][0])
+    cluster = rl_cluster.RLCluster(
+        actor=load(folder, mesh),
+        tokenizer=Characters(texts['chars']),
+        cluster_config=rl_cluster.ClusterConfig(
+            role_to_mesh=dict.fromkeys(rl_cluster.Role, mesh),
+            training_config=rl_cluster.RLTrainingConfig(
+                actor_optimizer=optax.adamw(1e-6), max_steps=10**6, eval_every_n_steps=10**6
+            ),
+            rollout_config=base_rollout.RolloutConfig(
+                max_tokens_to_generate=tokens,
+                max_prompt_length=width,
+                kv_cache_size=width + tokens,
+                temperature=1.0,
+            ),
+        ),
+    )
+
+    def rewards(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [reward(prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
+
+    config = GRPOConfig(num_generations=group, beta=0.0, epsilon=EPS)
+    return GRPOLearner(rl_cluster=cluster, algo_config=config, reward_fns=rewards), mesh
+
+
+def rl_step(folder: Path, group: int, tokens: int) -> Run:
+    """One step of tunix's learner, which asks for a batch of prompts at the start of each."""
+    import queue
+    import threading
+
+    texts = json.loads((folder / 'texts.json').read_text())
+    learner, mesh = learner_of(folder, group, tokens, texts)
+    go: queue.Queue[bool] = queue.Queue()
+    asked: queue.Queue[bool] = queue.Queue()
+
+    def batches() -> Any:
+        while True:
+            asked.put(True)
+            go.get()
+            yield {'prompts': np.array(texts['prompts'])}
+
+    def train() -> None:
+        try:
+            with mesh:
+                learner.train(batches())
+        finally:  # it never ends of itself, and whoever waits for a step would wait for ever
+            traceback.print_exc()
+            os._exit(1)
+
+    threading.Thread(target=train, daemon=True).start()
+    asked.get()
+
+    def run() -> dict[str, float]:
+        go.put(True)
+        asked.get()
+        return {}
+
+    return run
+
+
 WORKS = dict(
+    rl_step=rl_step,
     compare=compare,
     update=update,
     generate=generate,

@@ -1,0 +1,114 @@
+"""The comparison with other libraries: what it asks of sides, and what its page says."""
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.peers import cells as cells_lib
+from experiments.peers import inputs, naive, ours, page, serve
+from experiments.peers.__main__ import RESULTS, main
+
+
+def test_cells_ask_for_works_that_our_sides_have():
+    scripts = {'ours': ours.WORKS, 'naive': naive.WORKS}
+    for fast in (False, True):
+        for name, cell in cells_lib.cells(fast).items():
+            assert cell.name == name
+            assert next(iter(cell.sides)) == cells_lib.OURS
+            for side in cell.sides.values():
+                assert side.script not in scripts or side.work in scripts[side.script]
+            assert set(cells_lib.PEERS) == (set(cell.sides) | set(cell.absent)) & {'trl', 'tunix'}
+
+
+@pytest.mark.parametrize('name', ['score-16-full', 'score-16-support', 'mixture-8', 'mixture-64'])
+def test_we_and_plain_jax_find_the_same(tmp_path, name):
+    cell = cells_lib.cells(fast=True)[name]
+    cell.prepare(tmp_path)
+    found = []
+    for script, label in ((ours, cells_lib.OURS), (naive, None)):
+        side = cell.sides[label or ('plain jax' if 'score' in name else 'ragged_dot')]
+        found.append(script.WORKS[side.work](tmp_path, **side.arguments)())
+    (key, value), (other, theirs) = (next(iter(x.items())) for x in found)
+    assert key == other
+    np.testing.assert_allclose(value, theirs, rtol=1e-5)
+
+
+def test_a_dense_layer_has_the_parameters_that_a_token_meets(tmp_path):
+    cells_lib.cells(fast=True)['mixture-64'].prepare(tmp_path)
+    mixture, dense = np.load(tmp_path / 'moe.npz'), np.load(tmp_path / 'dense.npz')
+    for name in ('gate', 'up', 'down'):
+        assert dense[name].size == 8 * mixture[name][0].size
+
+
+def test_lengths_have_the_mean_and_the_longest_that_were_asked():
+    lengths = inputs.log_normal(1024, 32)
+    assert lengths.mean() == pytest.approx(32, rel=0.02)
+    assert lengths.max() == pytest.approx(160, rel=0.02)
+    assert lengths.min() >= 1
+
+
+def test_rows_go_from_padding_on_both_sides_to_ours_and_back():
+    found = inputs.rows_of(50, 8, 5, 7, ragged=True)
+    batch = ours.batch_of(found)
+    kept = found['answer_mask'] != 0
+    np.testing.assert_array_equal(
+        ours.answers_of(found, np.asarray(batch.tokens))[kept], found['answer'][kept]
+    )
+    for row in range(8):
+        prompt = found['prompt'][row][found['prompt_mask'][row] != 0]
+        np.testing.assert_array_equal(batch.tokens[row, : len(prompt)], prompt)
+        assert int(batch.length[row]) == len(prompt) + kept[row].sum()
+        assert int(batch.mask[row].sum()) == kept[row].sum()
+
+
+def test_a_side_answers_in_lines(monkeypatch, capfd):
+    def work(folder, times):
+        print('what a library prints is no answer')
+        return lambda: {'product': times * len(str(folder))}
+
+    asked = json.dumps({'work': 'work', 'folder': 'abc', 'arguments': {'times': 2}})
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(f'{asked}\n\n\n'))
+    monkeypatch.setattr(serve.os, 'dup2', lambda *_: None)  # pytest needs its own
+    serve.serve({'work': work})
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith('{')]
+    assert [json.loads(line)['found'] for line in lines] == [{'product': 6}] * 3
+
+
+def test_rewards_are_digits_from_the_left():
+    assert serve.reward('47+85=', '132') == 1
+    assert serve.reward('47+85=', '13') == pytest.approx(2 / 3)
+    assert serve.reward('47+85=', '232') == pytest.approx(2 / 3)
+    assert serve.reward('10+10=', '') == 0
+
+
+def test_the_page_compares_rounds():
+    cell = cells_lib.cells()['update-8192']
+    side = dict(first=9.0, again=3.0, memory=512.0)
+    found = {
+        'policyopt': side | {'seconds': [1.0, 2.0, 1.0], 'found': {'loss': 2.0}},
+        'trl': side | {'seconds': [2.0, 3.0, 1.0], 'found': {'loss': 2.00002}},
+        'tunix': {'failed': 'tunix ended: no memory'},
+    }
+    text = '\n'.join(page.lines(cell, found))
+    assert '| policyopt | 1 s |  |  | 512 MiB | 9.0 / 3.0 s |' in text
+    assert '| TRL | 2 s | 1.50 (1.00-2.00) | 1.5 met | 512 MiB |' in text
+    assert '| tunix | tunix ended: no memory |' in text
+    assert 'agree to 1e-05' in text
+
+
+def test_a_missing_environment_says_how_to_get_it(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(['update-8192', f'--environments={tmp_path}'])
+    assert 'make peers' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(['update-8193', f'--environments={tmp_path}'])
+    assert 'update-8192' in capsys.readouterr().err
+
+
+def test_the_page_is_that_of_the_numbers():
+    held = json.loads(RESULTS.read_text())
+    assert (RESULTS.parent / 'performance.md').read_text() == page.page(held)
+    assert set(held['cells']) <= set(cells_lib.cells())
