@@ -25,7 +25,7 @@ class Bigram:
     tokenizer: Any = None
 
     def init_cache(self, batch, size):
-        empty = jnp.zeros((1, batch, size, 1, 1))
+        empty = jnp.zeros((1, batch, 1, size, 1))
         return Cache(k=empty, v=empty + 0, length=jnp.zeros(batch, jnp.int32))
 
     def extend(self, params, cache, tokens, count, *, routing=None, bucket=None):

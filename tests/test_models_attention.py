@@ -10,7 +10,7 @@ from jax.extend import core as jax_core
 
 from policyopt import sharding
 from policyopt.models import attention as attention_lib
-from policyopt.models.attention import attention
+from policyopt.models.attention import attention, cached_attention
 
 ROWS, HEADS, GROUPS, WIDTH = 2, 4, 2, 8
 
@@ -175,7 +175,8 @@ def test_no_score_matrix_of_a_long_sequence():
 def test_offsets_place_queries_behind_a_cache(backend):
     q, k, v = inputs(3, size=20)
     offset = np.array([0, 11])
-    out = attention(*single(q, k, v), offset=jnp.asarray(offset), backend=backend)
+    by_head = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    out = cached_attention(*single(q, *by_head), jnp.asarray(offset), backend=backend)
     np.testing.assert_allclose(out, loops(q, k, v, offset=offset), atol=2e-6)
 
 
@@ -256,5 +257,5 @@ def test_wrong_arguments_are_named():
     q, k, v = single(*inputs(4))
     with pytest.raises(ValueError, match=r"attention='blokced' .*Did you mean `blocked`"):
         attention(q, k, v, backend='blokced')
-    with pytest.raises(ValueError, match='segments or offset'):
-        attention(q, k, v, offset=jnp.zeros(2, int), segments=jnp.zeros((2, 4), int))
+    with pytest.raises(ValueError, match=r"attention='xlaa' .*Did you mean `xla`"):
+        cached_attention(q, k, v, jnp.zeros(2, int), backend='xlaa')

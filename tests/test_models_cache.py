@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from policyopt import models
+from policyopt.models import cache as cache_lib
 
 CONFIG = models.ModelConfig(
     vocab_size=40, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=24
@@ -50,7 +51,7 @@ def test_tokens_past_the_count_change_nothing():
     np.testing.assert_array_equal(after.k[:, 2], cache.k[:, 2])
     # What was there stays: only the new positions differ.
     for row, (start, n) in enumerate(zip([8, 3, 5], count, strict=True)):
-        changed = np.any(np.asarray(after.v[:, row] != cache.v[:, row]), axis=(0, 2, 3))
+        changed = np.any(np.asarray(after.v[:, row] != cache.v[:, row]), axis=(0, 1, 3))
         np.testing.assert_array_equal(np.nonzero(changed)[0], np.arange(start, start + n))
 
 
@@ -59,16 +60,30 @@ def test_tokens_past_the_end_of_the_cache_are_dropped():
     cache = dataclasses.replace(filled([8, 8, 8]), length=jnp.array([SIZE - 2, 8, SIZE]))
     _, after = extend(params, cache, tokens(8, 1), jnp.array([4, 4, 4]))
     assert after.k.shape == cache.k.shape
-    np.testing.assert_array_equal(after.k[:, 0, : SIZE - 2], cache.k[:, 0, : SIZE - 2])
+    np.testing.assert_array_equal(after.k[:, 0, :, : SIZE - 2], cache.k[:, 0, :, : SIZE - 2])
     np.testing.assert_array_equal(after.k[:, 2], cache.k[:, 2])
+
+
+@pytest.mark.parametrize(('width', 'size'), [(1, 5), (4, 9), (5, 5), (7, 5)])
+def test_writes_agree_with_loops(width, size):
+    rng = np.random.default_rng(width)
+    cache, new = rng.normal(size=(2, 6, 2, size, 3)), rng.normal(size=(6, width, 2, 3))
+    length = np.array([0, 1, size - 1, size, size - 2, 2])
+    count = np.array([width, 0, width, 1, min(width, 2), width // 2])
+    out = cache.copy()
+    for b, j in np.ndindex(6, width):
+        if j < count[b] and length[b] + j < size:
+            out[1, b, :, length[b] + j] = new[b, j]
+    found = jax.jit(cache_lib.write)(*map(jnp.asarray, (cache, 1, length, count, new)))
+    np.testing.assert_array_equal(found, out.astype(np.float32))
 
 
 def test_buckets_read_less_and_say_the_same():
     _, params, extend = made()
     cache, count = filled([8, 3, 5]), jnp.array([1, 1, 1])
     dirty = models.Cache(
-        k=cache.k.at[:, :, 16:].set(jnp.nan),
-        v=cache.v.at[:, :, 16:].set(jnp.nan),
+        k=cache.k.at[..., 16:, :].set(jnp.nan),
+        v=cache.v.at[..., 16:, :].set(jnp.nan),
         length=cache.length,
     )
     whole, _ = extend(params, cache, tokens(1, 2), count)
@@ -83,7 +98,7 @@ def test_what_stands_past_a_rows_length_is_unread(backend):
     extend = models.build(dataclasses.replace(CONFIG, attention=backend)).extend
     cache, count = filled([8, 3, 5]), jnp.array([2, 1, 0])
     past = jnp.arange(SIZE) >= cache.length[:, None]
-    k, v = (jnp.where(past[None, :, :, None, None], jnp.nan, x) for x in (cache.k, cache.v))
+    k, v = (jnp.where(past[None, :, None, :, None], jnp.nan, x) for x in (cache.k, cache.v))
     dirty = models.Cache(k=k, v=v, length=cache.length)
     fed = tokens(2, 2)
     clean, _ = extend(params, cache, fed, count, bucket=16)

@@ -13,6 +13,7 @@ pytestmark = [
     pytest.mark.skipif(not hardware.installed(), reason='libtpu is not installed'),
 ]
 TOPOLOGY, CHIPS = 'v5p:2x2x1', 4
+COPIES = ('copy', 'copy-start', 'transpose')
 LENGTH, HEADS, VOCAB, LAYERS, EXPERTS, SLOTS = 4096, 4, 151936, 3, 4, 8
 CONFIG = dict(
     model=dict(
@@ -68,6 +69,12 @@ def test_programs_for_a_slice(step):
     assert not [i for i in given for s in i.shapes if s.size in large]
     found = costs.count(module, list(setup().mesh.shape.items()), program.loops)
     assert found.host == [] and found.unknown == []
+    # The cache is read where it lies: no layer of it is copied into another order.
+    moved = [i for where in module.computations.values() for i in where if i.opcode in COPIES]
+    layer = rows * 2 * LENGTH * 128
+    assert step != 'decode' or not [
+        i for i in moved for s in i.shapes if LENGTH in s.dims and s.size % layer == 0
+    ]
     # The forms for TPU: kernels for attention over whole rows; experts' own rows alone.
     kernels = ' '.join(found.kernels)
     assert ('splash' in kernels) == (step in ('train', 'score'))

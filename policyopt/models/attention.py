@@ -48,7 +48,6 @@ def attention(
     *,
     valid: Array | None = None,
     segments: Array | None = None,
-    offset: Array | None = None,
     backend: str = 'auto',
     precision: jax.lax.Precision = jax.lax.Precision.HIGHEST,
     rules: Rules = DEFAULT_RULES,
@@ -57,12 +56,10 @@ def attention(
 
     Args:
       q: [B,T,H,hd].
-      k, v: [B,S,KV,hd], KV dividing H; S == T unless `offset` is given.
-      valid: [B,S] bool, True on real tokens, which come first (right padding): the keys that may
+      k, v: [B,T,KV,hd], KV dividing H.
+      valid: [B,T] bool, True on real tokens, which come first (right padding): the keys that may
         be seen. Under jit that cannot be checked, and backends would differ on other masks.
-      segments: [B,T] int, a query sees keys of its own segment only; not with `offset`.
-      offset: [B] int, query t of row b stands at position offset[b] + t of the keys (a cache). The
-        kernels for whole sequences can't: 'auto', 'splash' and 'cudnn' then mean 'blocked'.
+      segments: [B,T] int, a query sees keys of its own segment only.
       backend: 'auto', 'blocked', 'splash', 'cudnn' or 'xla'.
       precision: of the two matmuls.
       rules: mesh axes of 'batch' and 'heads', which 'splash' needs to be told.
@@ -74,17 +71,45 @@ def attention(
     chex.assert_rank([q, k, v], 4)
     chex.assert_equal_shape([k, v])
     one_of('attention', backend, ATTENTION)
-    if offset is not None and segments is not None:
-        raise ValueError('attention takes segments or offset, not both')
-    if offset is not None:
-        backend = 'xla' if backend == 'xla' else 'blocked'
-    elif backend == 'auto':
+    if backend == 'auto':
         backend = default_backend(q.dtype)
     if backend == 'splash':
         return _splash(q, k, v, valid, segments, precision, rules)
     if backend == 'blocked':
-        return _blocked(q, k, v, valid, segments, offset, precision)
-    return _library(q, k, v, valid, segments, offset, precision, backend)
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        return _blocked(q, k, v, valid, segments, None, precision)
+    return _library(q, k, v, valid, segments, None, precision, backend)
+
+
+def cached_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    offset: Array,
+    *,
+    backend: str = 'auto',
+    precision: jax.lax.Precision = jax.lax.Precision.HIGHEST,
+) -> Array:
+    """The same of queries behind a cache: they see what stands before and at their own position.
+
+    Args:
+      q: [B,T,H,hd].
+      k, v: [B,KV,S,hd], as a cache holds them, those of the queries among them.
+      offset: [B] int, query t of row b stands at position offset[b] + t.
+      backend: 'xla', or any other of `attention`'s for 'blocked': the kernels for whole sequences
+        can't.
+      precision: of the two matmuls.
+
+    Returns:
+      [B,T,H,hd] in q's dtype.
+    """
+    chex.assert_rank([q, k, v], 4)
+    chex.assert_equal_shape([k, v])
+    one_of('attention', backend, ATTENTION)
+    if backend == 'xla':
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        return _library(q, k, v, None, None, offset, precision, backend)
+    return _blocked(q, k, v, None, None, offset, precision)
 
 
 def _mask(
@@ -117,12 +142,12 @@ def _attend(q: Array, k: Array, v: Array, mask: Array, precision: Any) -> Array:
 
 
 def _blocked(q, k, v, valid, segments, offset, precision):
+    """q [B,T,H,hd], k, v [B,KV,S,hd] -> [B,T,H,hd]."""
     rows, length, heads, width = q.shape
-    size, groups = k.shape[1], k.shape[2]
+    groups, size = k.shape[1:3]
     per = heads // groups
     q = q.reshape(rows, length, groups, per, width).transpose(0, 2, 1, 3, 4)
     q = q.reshape(rows, groups, length * per, width)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def block(start: Array | int, count: int, seen: int) -> Array:
         at = start + jnp.arange(count)[None]

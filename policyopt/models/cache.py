@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,33 @@ import jax.numpy as jnp
 from policyopt.models.config import ModelConfig
 from policyopt.types import Array
 
+# Windows [C,hd] of a cache [L,B,KV,S,hd], by index [B,KV,2] of a layer and a position.
+_GET = jax.lax.GatherDimensionNumbers(
+    offset_dims=(2, 3),
+    collapsed_slice_dims=(0,),
+    start_index_map=(0, 3),
+    operand_batching_dims=(1, 2),
+    start_indices_batching_dims=(0, 1),
+)
+_PUT = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(2, 3),
+    inserted_window_dims=(0,),
+    scatter_dims_to_operand_dims=(0, 3),
+    operand_batching_dims=(1, 2),
+    scatter_indices_batching_dims=(0, 1),
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """Keys and values of the tokens seen so far.
 
+    A head's keys lie together, as attention reads them: no step copies or transposes any.
+
     Attributes:
-      k: [L,B,S,KV,hd], rotated keys.
-      v: [L,B,S,KV,hd], values. What stands at or past a row's length, NaN included, changes
+      k: [L,B,KV,S,hd], rotated keys.
+      v: [L,B,KV,S,hd], values. What stands at or past a row's length, NaN included, changes
         nothing, here and in k.
       length: [B] int32, tokens of each row.
     """
@@ -27,10 +46,15 @@ class Cache:
     v: Array
     length: Array
 
+    @property
+    def size(self) -> int:
+        """Tokens that a row has room for."""
+        return self.k.shape[3]
+
 
 def init_cache(config: ModelConfig, batch: int, size: int) -> Cache:
     """Empty cache of `batch` rows, `size` tokens each."""
-    shape = (config.num_layers, batch, size, config.num_kv_heads, config.head_dim)
+    shape = (config.num_layers, batch, config.num_kv_heads, size, config.head_dim)
     return Cache(
         k=jnp.zeros(shape, config.compute_dtype),
         v=jnp.zeros(shape, config.compute_dtype),
@@ -38,29 +62,52 @@ def init_cache(config: ModelConfig, batch: int, size: int) -> Cache:
     )
 
 
-def write(cache: Array, layer: Array, at: Array, new: Array) -> Array:
-    """cache [L,B,S,KV,hd] with new [B,C,KV,hd] at positions at [B,C]; positions >= S drop."""
-    rows = jnp.arange(at.shape[0])[:, None]
-    return cache.at[layer, rows, at].set(new.astype(cache.dtype), mode='drop', unique_indices=True)
+def write(cache: Array, layer: Array, length: Array, count: Array, new: Array) -> Array:
+    """cache [L,B,KV,S,hd] with count[b] of new [B,C,KV,hd] behind the length[b] tokens of row b.
+
+    Tokens past the end of the cache are dropped; no other entry changes.
+    """
+    new = new.astype(cache.dtype).transpose(0, 2, 1, 3)
+    return (_write_one if new.shape[2] == 1 else _write_window)(cache, layer, length, count, new)
+
+
+def _write_one(cache, layer, length, count, new):
+    rows, groups, size = cache.shape[1:4]
+    at = jnp.where(count > 0, length, size)[:, None]
+    # Each head by itself: for an update that spans heads the TPU compiler would lay the cache out
+    # by position, and copy it before attention reads it.
+    entry = cache.at[layer, jnp.arange(rows)[:, None], jnp.arange(groups), at]
+    return entry.set(new[:, :, 0], mode='drop', unique_indices=True)
+
+
+def _write_window(cache, layer, length, count, new):
+    """One window of positions for each row and head: as single positions they are many writes."""
+    rows, groups, size, head = cache.shape[1:]
+    width = min(new.shape[2], size)
+    start = jnp.minimum(length, size - width)
+    shift = (length - start)[:, None]  # of the new tokens, in a window moved back to end in time
+    padded = jnp.pad(new[:, :, :width], ((0, 0), (0, 0), (width, 0), (0, 0)))
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
+    new = jax.vmap(cut)(padded, width - shift[:, 0])
+    index = jnp.stack([jnp.full_like(start, layer), start], axis=1)
+    index = jnp.broadcast_to(index[:, None], (rows, groups, 2))
+    rule = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    old = jax.lax.gather(cache, index, _GET, (1, 1, 1, width, head), mode=rule)
+    token = jnp.arange(width) - shift
+    ours = (token >= 0) & (token < count[:, None])
+    new = jnp.where(ours[:, None, :, None], new, old)
+    return jax.lax.scatter(cache, index, new, _PUT, unique_indices=True, mode=rule)
 
 
 def read(cache: Array, layer: Array, size: int, length: Array | None = None) -> Array:
-    """The first `size` positions of a layer: cache [L,B,S,KV,hd] -> [B,size,KV,hd].
+    """The first `size` positions of a layer: cache [L,B,KV,S,hd] -> [B,KV,size,hd].
 
     With `length` [B], positions at or past it are 0. Attention gives values there the weight 0, and
     0 x NaN would be NaN.
     """
-    _, rows, _, *rest = cache.shape
-    start = (layer, *(0,) * (cache.ndim - 1))
-    out = jax.lax.dynamic_slice(cache, start, (1, rows, size, *rest))[0]
+    _, rows, groups, _, width = cache.shape
+    out = jax.lax.dynamic_slice(cache, (layer, 0, 0, 0, 0), (1, rows, groups, size, width))[0]
     if length is None:
         return out
     written = jnp.arange(size) < length[:, None]
-    return jnp.where(written[:, :, None, None], out, 0)
-
-
-def places(cache: Cache, count: Array, width: int) -> Array:
-    """Positions [B,width] that new tokens take; past `count`, distinct positions out of range."""
-    step = jnp.arange(width)[None]
-    size = cache.k.shape[2]
-    return jnp.where(step < count[:, None], cache.length[:, None] + step, size + step)
+    return jnp.where(written[:, None, :, None], out, 0)

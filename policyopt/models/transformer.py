@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -15,8 +14,8 @@ from flax import nnx, traverse_util
 from policyopt.models import adapters as adapters_lib
 from policyopt.models import stack
 from policyopt.models.adapters import AdapterConfig
-from policyopt.models.attention import attention
-from policyopt.models.cache import Cache, init_cache, places, read, write
+from policyopt.models.attention import attention, cached_attention
+from policyopt.models.cache import Cache, init_cache, read, write
 from policyopt.models.config import ModelConfig
 from policyopt.models.layers import Block, Trunk, initialise, rms_norm, rope_table
 from policyopt.sharding import DEFAULT_RULES, Rules, constrain, make_rules
@@ -24,8 +23,8 @@ from policyopt.types import Array
 
 Params = dict[str, Any]
 ACTIVATION = ('batch', 'length', None)
-# [L,B,S,KV,hd]. Layers and positions are never split: one step writes one of each.
-CACHE = (None, 'batch', None, 'kv_heads', 'head_dim')
+# [L,B,KV,S,hd]. Layers and positions are never split: one step writes one of each.
+CACHE = (None, 'batch', 'kv_heads', None, 'head_dim')
 
 
 class Hidden(NamedTuple):
@@ -164,7 +163,13 @@ class Model:
         config = self.config
         if positions is None:
             positions = _positions(tokens, segments)
-        rope, attend = rope_table(config, positions), self._attention()
+        rope = rope_table(config, positions)
+        attend = functools.partial(
+            attention,
+            backend=config.attention,
+            precision=config.lax_precision,
+            rules=self.rules,
+        )
 
         def mix(layer, state, q, k, v):
             del layer
@@ -240,16 +245,17 @@ class Model:
         chex.assert_rank(tokens, 2)
         chex.assert_equal_shape([count, cache.length])
         config, width = self.config, tokens.shape[1]
-        at = places(cache, count, width)
         rope = rope_table(config, cache.length[:, None] + jnp.arange(width)[None])
-        attend = self._attention()
-        size = cache.k.shape[2] if bucket is None else min(bucket, cache.k.shape[2])
+        size = cache.size if bucket is None else min(bucket, cache.size)
+        attend = functools.partial(
+            cached_attention, backend=config.attention, precision=config.lax_precision
+        )
 
         def mix(layer, state, q, k, v):
-            keys = self._split(write(state[0], layer, at, k))
-            values = self._split(write(state[1], layer, at, v))
+            keys = self._split(write(state[0], layer, cache.length, count, k))
+            values = self._split(write(state[1], layer, cache.length, count, v))
             seen = read(keys, layer, size), read(values, layer, size, cache.length + count)
-            return attend(q, *seen, offset=cache.length), (keys, values)
+            return attend(q, *seen, cache.length), (keys, values)
 
         valid = jnp.arange(width)[None] < count[:, None]
         x = self._embed(params, tokens)
@@ -263,15 +269,6 @@ class Model:
         # A lookup in a table that is split both ways would gather all of it on every device.
         table = constrain(params['embed'], ('vocab', None), self.rules)
         return constrain(table[tokens].astype(self.config.compute_dtype), ACTIVATION, self.rules)
-
-    def _attention(self) -> Callable[..., Array]:
-        config = self.config
-        return functools.partial(
-            attention,
-            backend=config.attention,
-            precision=config.lax_precision,
-            rules=self.rules,
-        )
 
     def _scalar(self, params: Params, name: str, hidden: Array) -> Array:
         if name not in params:

@@ -44,7 +44,7 @@ class Prefix:
     """Prompts in a cache of their own, to be copied into slots.
 
     Attributes:
-      k, v: [L,R,P,KV,hd].
+      k, v: [L,R,KV,P,hd].
       length: [R] int32.
       logits: [R,V] float32, of the first token to draw.
       routing: [R,P,L_moe,k], None for dense models.
@@ -117,7 +117,7 @@ def move(into: Any, cache: Any, source: Array, target: Array, *, bucket: int) ->
     """
 
     def put(old: Array, new: Array) -> Array:
-        return old.at[:, target, :bucket].set(new[:, source, :bucket], mode='drop')
+        return old.at[:, target, :, :bucket].set(new[:, source, :, :bucket], mode='drop')
 
     return dataclasses.replace(
         into,
@@ -152,10 +152,10 @@ def admit(
       fresh: state [M] of the constraint for the new rows, or None.
       live, rules: of the new rows, [M].
     """
-    width = prefix.k.shape[2]
+    width = prefix.k.shape[3]
 
     def put(into: Array, new: Array) -> Array:
-        return into.at[:, slots, :width].set(new[:, source], mode='drop')
+        return into.at[:, slots, :, :width].set(new[:, source], mode='drop')
 
     cache = dataclasses.replace(
         cache,
@@ -246,8 +246,8 @@ def _take(cache: Any, constraint: Any, slots: Array | None, bucket: int) -> tupl
     take = functools.partial(jnp.take, indices=slots, mode='clip')
     small = dataclasses.replace(
         cache,
-        k=take(cache.k[:, :, :bucket], axis=1),
-        v=take(cache.v[:, :, :bucket], axis=1),
+        k=take(cache.k[:, :, :, :bucket], axis=1),
+        v=take(cache.v[:, :, :, :bucket], axis=1),
         length=take(cache.length, axis=0),
     )
     return small, jax.tree.map(functools.partial(take, axis=0), constraint)
@@ -257,11 +257,11 @@ def _put(cache: Any, constraint: Any, small: Any, state: Any, slots: Array | Non
     """The inverse of `_take`: cache and state of all slots."""
     if slots is None:
         return small, state
-    width = small.k.shape[2]
+    width = small.size
     cache = dataclasses.replace(
         cache,
-        k=cache.k.at[:, slots, :width].set(small.k, mode='drop'),
-        v=cache.v.at[:, slots, :width].set(small.v, mode='drop'),
+        k=cache.k.at[:, slots, :, :width].set(small.k, mode='drop'),
+        v=cache.v.at[:, slots, :, :width].set(small.v, mode='drop'),
         length=cache.length.at[slots].set(small.length, mode='drop'),
     )
     put = lambda old, x: old.at[slots].set(x, mode='drop')  # noqa: E731
