@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 from policyopt import models, scoring, sharding
-from policyopt.plan import costs, hardware, hlo, measure, report, roofline, steps, store, suggest
+from policyopt.plan import (
+    costs,
+    hardware,
+    hlo,
+    measure,
+    planning,
+    report,
+    roofline,
+    steps,
+    store,
+    suggest,
+)
 
 LAYERS, ROWS, WIDTH = 5, 16, 32
 CHIP = hardware.CHIPS['v5p']
@@ -145,6 +156,81 @@ def test_products_written_as_convolutions_and_what_is_not_seen_into():
     assert found.bytes - fusion - kernel == 3 * 6 * 8 * 16 * 2 + 4  # the outfeed
     with pytest.raises(ValueError, match='ENTRY'):
         hlo.parse('nothing')
+
+
+MOVES = """HloModule m
+
+%sliced (p: bf16[8,64], i: s32[]) -> bf16[2,64] {
+  %p = bf16[8,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %d = bf16[2,64]{1,0:T(8,128)S(1)} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={2,64}
+}
+
+ENTRY %main (x: bf16[8,64], v: f32[16,8], i: s32[]) -> bf16[8,64] {
+  %x = bf16[8,64]{1,0:T(8,128)(2,1)} parameter(0)
+  %v = f32[16,8]{1,0:T(8,128)S(1)} parameter(1)
+  %i = s32[] parameter(2)
+  %LINE
+  ROOT %r = bf16[8,64]{1,0} bitcast(%x)
+}
+"""
+X, V, TWO = 8 * 64 * 2, 16 * 8 * 4, 2 * 64 * 2  # bytes of x, of v, and of two rows of x
+
+
+@pytest.mark.parametrize(
+    ('line', 'moved'),
+    [
+        # Copies begun early: (destination, source, what the end waits for).
+        ('c = (bf16[8,64]{1,0:S(1)}, bf16[8,64]{1,0}, u32[]{:S(2)}) copy-start(%x)', X),
+        ('c = (f32[16,8]{1,0}, f32[16,8]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%v)', V),
+        ('c = (bf16[8,64]{1,0}, bf16[8,64]{1,0}, u32[]{:S(2)}) copy-start(%x)', 2 * X),
+        ('c = bf16[8,64]{1,0:S(1)} copy(%x)', X),
+        ('c = bf16[8,64]{1,0} copy-done(%x)', 0),
+        # Slices into faster memory read what they take, those of faster memory nothing.
+        ('s = bf16[2,64]{1,0:S(1)} slice(%x), slice={[0:2], [0:64]}', TWO),
+        ('s = bf16[2,64]{1,0} slice(%x), slice={[0:2], [0:64]}', 2 * TWO),
+        ('s = f32[2,8]{1,0:S(1)} slice(%v), slice={[0:2], [0:8]}', 0),
+        ('s = f32[2,8]{1,0} slice(%v), slice={[0:2], [0:8]}', 2 * 8 * 4),
+        ('s = ((bf16[8,64]{1,0}), bf16[2,64]{1,0:S(1)}, u32[]{:S(2)}) slice-start(%x)', TWO),
+        ('s = ((bf16[8,64]{1,0}, s32[]), bf16[2,64]{1,0:S(1)}, s32[]{:S(2)}) '
+         'async-start(%x, %i), calls=%sliced', TWO),
+        ('s = bf16[2,64]{1,0:S(1)} fusion(%x, %i), kind=kLoop, calls=%sliced', TWO + 4),
+        # Written in place: the update is read and written, and the rest stays as it is.
+        ('w = bf16[8,64]{1,0} dynamic-update-slice(%x, %x, %i, %i)', 2 * X),
+        # Collectives begun early: (given, result, ...), but a sum has its result alone.
+        ('g = (bf16[8,64]{1,0}, bf16[32,64]{1,0}) all-gather-start(%x), dimensions={0}', 5 * X),
+        ('g = bf16[32,64]{1,0} all-gather-done(%x)', 0),
+        ('p = (bf16[8,64]{1,0}, bf16[8,64]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) '
+         'collective-permute-start(%x), source_target_pairs={{0,1}}', 2 * X),
+        ('a = bf16[8,64]{1,0} all-reduce-start(%x), to_apply=%sliced', 2 * X),
+        ('o = ((bf16[8,64]{1,0}), bf16[2,64]{1,0}, u32[]{:S(2)}) reduce-scatter-start(%x)',
+         X + TWO),
+    ],
+)  # fmt: skip
+def test_traffic_of_copies_slices_and_what_is_begun_early(line, moved):
+    assert costs.count(hlo.parse(MOVES.replace('LINE', line))).bytes == moved
+
+
+RAGGED = """HloModule m
+
+ENTRY %main (x: bf16[1024,256], w: bf16[2,256,128], n: s32[2]) -> f32[1024,128] {
+  %x = bf16[1024,256]{1,0} parameter(0)
+  %w = bf16[2,256,128]{2,1,0} parameter(1)
+  %n = s32[2]{0} parameter(2)
+  ROOT %ragged-dot-none.1 = f32[1024,128]{1,0} custom-call(%n, %x, %w), \
+custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":\
+{"bytes_accessed":"1179656","flops":"67108864","transcendentals":"0"}}}
+}
+"""
+
+
+def test_products_of_experts_count_the_rows_that_are_expected():
+    module = hlo.parse(RAGGED)
+    full, half = costs.count(module), costs.count(module, filled={'ragged-dot': 0.5})
+    rows, weights = 1024 * (256 * 2 + 128 * 4), 2 * 256 * 128 * 2
+    assert full.kernel_flops == 2 * 1024 * 256 * 128 and full.kernel_bytes == rows + weights + 8
+    assert half.kernel_flops == 1024 * 256 * 128 and half.kernel_bytes == rows / 2 + weights + 8
+    assert costs.count(module, filled={'splash': 0.5}) == full
 
 
 def test_times_and_the_side_that_binds():

@@ -24,7 +24,7 @@ from absl import app, flags, logging  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 
 from policyopt import checks, commands  # noqa: E402
-from policyopt.plan import planning, report, steps, store  # noqa: E402
+from policyopt.plan import planning, report, steps, store, suggest  # noqa: E402
 
 _CONFIG = config_flags.DEFINE_config_file(
     'config',
@@ -88,7 +88,8 @@ def run(config: dict, kept: store.Store) -> dict:
             print(report.describe(step, record), flush=True)
             if record.get('suggestion'):
                 field, value, why = record['suggestion']
-                print(f'  try --config.{field}={value}: {why}')
+                flag = f'--{field}' if field == suggest.SLICE else f'--config.{field}'
+                print(f'  try {flag}={value}: {why}')
             if not store.fresh(record):
                 print(
                     '  compiled from other source, or by other versions: --again compiles it anew'

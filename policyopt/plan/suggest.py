@@ -6,13 +6,15 @@ import math
 from typing import Any, NamedTuple
 
 ROOM = 0.92  # of the memory: what a plan should leave free for fragments and the runtime
+SLICE = 'topology'  # the field of a change that no config can make: to another slice
 
 
 class Change(NamedTuple):
     """One field of a config to set, and why.
 
     Attributes:
-      field: its path, such as 'model.remat'; 'mesh.fsdp' is the size of a mesh axis.
+      field: its path, such as 'model.remat'; 'mesh.fsdp' is the size of a mesh axis, and SLICE the
+        flag that names the slice.
       value: what to set it to.
       why: in words.
     """
@@ -41,6 +43,14 @@ def suggest(step: str, memory: dict[str, float], run: dict[str, Any]) -> Change 
             'mesh.fsdp',
             mesh.get('fsdp', 1) * times,
             f'parameters and moments take {held / 2**30:.1f} GiB of a device: split them further',
+        )
+    if held > hbm and mesh.get('data', 1) == 1:
+        devices = math.prod(mesh.values())
+        wanted = devices * 2 ** math.ceil(math.log2(held / (hbm / 2)))
+        return Change(
+            SLICE,
+            f'one of {wanted} chips, or of larger ones',
+            f'parameters and moments take {held / 2**30:.1f} GiB of each of {devices} devices',
         )
     if (
         step == 'decode'
