@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -357,7 +358,8 @@ def record(**changes):
         collectives=[dict(kind='all-reduce', axes=['data'], bytes=2.0**20)], kernels={'k': 2},
         seconds=dict(compute=1.0, memory=0.5, network=0.1, compiler=1.2, kernels=0.0,
                      roofline=1.0, expected=2.0),
-        unknown=[], host=['outfeed o'], tokens_per_second=500.0,
+        unknown=[], host=['outfeed o'], tokens_per_second=500.0, source=store.source_hash(),
+        versions=store.versions(), counted=store.count_hash(),
     ) | changes  # fmt: skip
 
 
@@ -372,6 +374,137 @@ def test_reports_say_what_there_is():
     assert len(lines) == 4 and len({line.count('|') for line in lines}) == 1
     assert '| data 8 x fsdp 8 | train | 64 | 2.0 of 95 | yes | compute | 2.00 s | 500 |' in lines[2]
     assert '| no | - | - | - |' in lines[3]
+    older = record(source='older', counted='older')
+    lines = report.table([record(), older, record(counted='older')]).splitlines()
+    assert [line.split('|')[1].strip() for line in lines[2:5]] == [
+        '0.6B',
+        '0.6B \\* \\+',
+        '0.6B \\+',
+    ]
+    assert lines[6].startswith('\\* ') and lines[7].startswith('\\+ ')
     assert json.loads(json.dumps(record())) == record()
     assert steps.STEPS == ('train', 'score', 'prefill', 'decode')
     assert np.isclose(report.GIB, hardware.GIB)
+
+
+# ============================================================================ a pretended compiler
+
+
+class Lowered:
+    def __init__(self, text):
+        self.text = text
+
+    def as_text(self):
+        return self.text
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Plans without libtpu: a program needs GiB by its rows, remat and mesh; what was compiled."""
+    done = SimpleNamespace(compiled=[], program='', gib=lambda c: 1.0, held=1.0)
+
+    def programs(setup):
+        c = setup.config
+        text = json.dumps(c, sort_keys=True) + done.program
+        held = {'parameters': done.held * 2**30 / dict(c['mesh'])['fsdp']}
+        return {'train': steps.Program(lambda: Lowered(text), 1000, {}, held, {})}
+
+    def make(program, mesh, lowered):
+        done.compiled.append(lowered.text)
+        need = done.gib(json.loads(lowered.text.removesuffix(done.program)))
+        if need * 2**30 > hardware.CHIPS['v6e'].hbm:
+            raise RuntimeError(f'RESOURCE_EXHAUSTED: Used {need:.2f}G of 31.25G hbm. Too much.')
+        stats = dict.fromkeys(measure.STATS, 0) | {'temp': int(need * 2**30)}
+        return measure.Made(TEXT, stats, mesh, **measure.inputs_of(program))
+
+    def run_of(setup):
+        c, mesh = setup.config, dict(setup.config['mesh'])
+        shards = mesh['data'] * mesh['fsdp']
+        return dict(RUN, mesh=mesh, remat=c['model']['remat'], micro=128 // c['microbatches'],
+                    batch_shards=shards)  # fmt: skip
+
+    def prepare(config, topology):
+        return SimpleNamespace(config=config, mesh=dict(config['mesh']))
+
+    def label(setup, topology, step):
+        return dict(step=step, mesh=setup.mesh)
+
+    for name, value in dict(prepare=prepare, run_of=run_of, label=label).items():
+        monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr(planning.steps, 'programs', programs)
+    monkeypatch.setattr(planning.measure, 'make', make)
+    return done
+
+
+PLANNED = dict(
+    model=dict(remat='none'), microbatches=1, mesh=(('data', 8), ('fsdp', 8), ('tensor', 1))
+)
+
+
+def test_suggestions_are_followed_until_a_program_fits(compiler, tmp_path):
+    compiler.gib = lambda c: 60 / c['microbatches'] + 100 * (c['model']['remat'] == 'none')
+    kept, said = store.Store(tmp_path / 'plan.json'), []
+    config, changes, found = planning.fit(PLANNED, 'v6e:8x8', 'train', kept, said.append)
+    assert found['fits'] and found['memory']['total'] == 30 * 2**30
+    assert [(c.field, c.value) for c in changes] == [('model.remat', 'full'), ('microbatches', 2)]
+    assert config == PLANNED | dict(model=dict(remat='full'), microbatches=2)
+    assert len(compiler.compiled) == len(said) + 1 == 3
+    # Each try is kept, what did not fit as well; a second call compiles nothing.
+    assert planning.fit(PLANNED, 'v6e:8x8', 'train', kept)[1:] == (changes, found)
+    first = planning.plan(PLANNED, 'v6e:8x8', ['train'], kept)['train']
+    assert not first['fits'] and 'Used 160.00G' in first['error']
+    assert 'DOES NOT FIT' in report.describe('train', first)
+    assert len(compiler.compiled) == 3
+
+
+def test_following_suggestions_ends(compiler):
+    compiler.gib = lambda c: 99.0
+    config, changes, found = planning.fit(PLANNED, 'v6e:8x8', 'train')
+    assert not found['fits'] and len(changes) == planning.TRIES == len(compiler.compiled) - 1
+    assert math.prod(size for _, size in config['mesh']) == 64
+    compiler.held, compiler.compiled[:] = 8 * 60.0, []
+    whole = PLANNED | dict(mesh=(('data', 1), ('fsdp', 8), ('tensor', 1)))
+    config, changes, found = planning.fit(whole, 'v6e:2x4', 'train')
+    assert changes == [] and compiler.compiled == []  # arguments alone are too large
+    assert found['suggestion'][:2] == ['topology', 'one of 64 chips, or of larger ones']
+    assert 'not compiled' in report.describe('train', found)
+
+
+def test_other_errors_of_the_compiler_are_not_taken_for_a_lack_of_memory(compiler, monkeypatch):
+    def make(program, mesh, lowered):
+        raise RuntimeError('INVALID_ARGUMENT: no')
+
+    monkeypatch.setattr(planning.measure, 'make', make)
+    with pytest.raises(RuntimeError, match='INVALID_ARGUMENT'):
+        planning.plan(PLANNED, 'v6e:8x8', ['train'])
+
+
+def test_programs_are_counted_anew_without_a_compile(compiler, tmp_path, monkeypatch):
+    kept = store.Store(tmp_path / 'plan.json')
+
+    def planned(**options):
+        return planning.plan(PLANNED, 'v6e:8x8', ['train'], kept, **options)['train']
+
+    first = planned()
+    assert first == planned() and len(compiler.compiled) == 1
+    assert [path.suffix for path in (tmp_path / 'plan').iterdir()] == ['.gz']
+    # Other counting: the compiled program is there.
+    monkeypatch.setattr(store, 'count_hash', lambda: 'newer')
+    monkeypatch.setitem(costs.SPLASH, 'splash_mha_fwd', 4)
+    again = planned()
+    assert again['counted'] == 'newer' and again['flops'] - first['flops'] == 2 * 6 * 8 * 8 * 16
+    assert again == planned() and len(compiler.compiled) == 1
+    # Other modules: lowered to the same program, it need not be compiled; to another, it must.
+    monkeypatch.setattr(store, 'source_hash', lambda: 'newer')
+    assert not store.fresh(planned()) and len(compiler.compiled) == 1
+    checked = planned(check=True)
+    assert store.fresh(checked) and len(compiler.compiled) == 1
+    assert checked == again | dict(source='newer')
+    monkeypatch.setattr(store, 'source_hash', lambda: 'newest')
+    compiler.program = ' '
+    assert planned(check=True)['lowered'] != first['lowered'] and len(compiler.compiled) == 2
+    # Without the compiled program, counts stay as they were and are marked.
+    monkeypatch.setattr(store, 'count_hash', lambda: 'newest')
+    for path in (tmp_path / 'plan').iterdir():
+        path.write_bytes(b'broken')
+    assert report.mark_of(planned()) == '+' and len(compiler.compiled) == 2

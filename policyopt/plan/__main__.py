@@ -90,10 +90,8 @@ def run(config: dict, kept: store.Store) -> dict:
                 field, value, why = record['suggestion']
                 flag = f'--{field}' if field == suggest.SLICE else f'--config.{field}'
                 print(f'  try {flag}={value}: {why}')
-            if not store.fresh(record):
-                print(
-                    '  compiled from other source, or by other versions: --again compiles it anew'
-                )
+            for mark in report.mark_of(record):
+                print(f'  {report.NOTES[mark]}: --again compiles it anew')
     return found
 
 
