@@ -26,15 +26,16 @@ from absl import app, flags
 
 import policyopt as po
 from experiments.accelerator_checks import CHECKS, on
+from policyopt import checks, models, optimizer
 from policyopt import learner as learner_lib
-from policyopt import models, optimizer
 from policyopt.sampling import Engine, EngineConfig, SamplingConfig
 
 PLATFORM = flags.DEFINE_string(
     'platform', None, 'cpu, gpu, cuda, rocm or tpu; without one, what jax takes by itself.'
 )
 FAST = flags.DEFINE_bool('fast', False, 'Small sizes of what is timed.')
-ONLY = flags.DEFINE_list('only', [*CHECKS, 'times'], f'Of {", ".join([*CHECKS, "times"])}.')
+ALL = [*CHECKS, 'times']
+PARTS = flags.DEFINE_list('parts', ALL, f'Of {", ".join(ALL)}.')
 NONE = (
     'no accelerator: jax finds the CPU alone. Nothing was checked. With a GPU: pip install '
     "'policyopt[cuda]'; with a TPU: pip install 'jax[tpu]'. --platform=cpu --fast runs the same "
@@ -192,8 +193,8 @@ def main(argv: list[str]) -> int | None:
     """Entry point."""
     if len(argv) > 1:
         raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
-    for name in ONLY.value:
-        po.checks.one_of('--only', name, [*CHECKS, 'times'])
+    for name in PARTS.value:
+        checks.one_of('--parts', name, ALL)
     try:
         device = device_of(PLATFORM.value)
         host = jax.devices('cpu')[0]
@@ -205,7 +206,7 @@ def main(argv: list[str]) -> int | None:
         return None
     print(f'{device.device_kind} ({device.platform}), jax {jax.__version__}')
     failed = checked(device, host)
-    if 'times' in ONLY.value:
+    if 'times' in PARTS.value:
         print('\n| timed | a run | rate |\n| --- | --- | --- |')
         with on(device):
             for found in times(SMALL if FAST.value else FULL, 2 if FAST.value else 5):
@@ -216,7 +217,7 @@ def main(argv: list[str]) -> int | None:
 
 def checked(device: Any, host: Any) -> list[str]:
     """Print every comparison as it is made; what failed."""
-    failed, chosen = [], [name for name in CHECKS if name in ONLY.value]
+    failed, chosen = [], [name for name in CHECKS if name in PARTS.value]
     if chosen:
         print('\n| compared | largest difference | allowed | |\n| --- | --- | --- | --- |')
     for name in chosen:

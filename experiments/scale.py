@@ -2,6 +2,8 @@
 
     python -m experiments.scale --cells=3       # compile up to three more programs
     python -m experiments.scale --table         # print what there is, compile nothing
+    python -m experiments.scale --check --cells=9   # after a change: lower, compile what is another
+    python -m experiments.scale --table --write     # put the table into docs/scale.md
 
 Results are kept in docs/scale.json, so that a later call goes on where an earlier one ended; a
 program takes a minute or a few of one core. None of the numbers is measured on a TPU.
@@ -31,6 +33,8 @@ CACHE = flags.DEFINE_string('cache', str(ROOT / 'docs' / 'scale.json'), 'File of
 PROGRAMS = flags.DEFINE_string(
     'programs', str(ROOT / 'runs' / 'plan'), 'Folder of compiled programs, to count in them anew.'
 )
+PAGE = ROOT / 'docs' / 'scale.md'
+WRITE = flags.DEFINE_bool('write', False, 'Put the table into docs/scale.md.')
 CHECK = flags.DEFINE_bool(
     'check',
     False,
@@ -112,6 +116,35 @@ def config_of(cell: Cell) -> dict:
     return module.get_config(cell.argument).to_dict()
 
 
+def described(rows: list[dict], missing: list[str]) -> str:
+    """The table, what to do where a program does not fit, and what is not compiled yet."""
+    lines = [report.table(rows), *(unfit(row, rows) for row in rows if not row['fits'])]
+    if missing:
+        count = 'one program' if len(missing) == 1 else f'{len(missing)} programs'
+        lines.append(f'\nNot compiled yet: {count}.\n')
+        lines += [f'- {name}' for name in missing]
+    return '\n'.join(lines).rstrip() + '\n'
+
+
+def written(page: str, text: str) -> str:
+    """The page with this text from its table to its next heading."""
+    start = page.index('| model | algorithm')
+    return page[:start] + text + page[page.index('\n## ', start) :]
+
+
+def unfit(row: dict, rows: list[dict]) -> str:
+    """What to do for a program that does not fit, and on which slices of the table it does."""
+    label, same = row['label'], ('model', 'algorithm', 'length', 'step')
+    where = [
+        r['label']['topology']
+        for r in rows
+        if r['fits'] and all(r['label'][name] == label[name] for name in same)
+    ]
+    name = f'{label["model"]} {label["step"]}, {label["length"]:,} tokens, {label["topology"]}'
+    remedy = report.remedy(row) or 'nothing is left to try in its config'
+    return f'- {name}: {remedy}.' + (f' It fits {" and ".join(where)}.' if where else '')
+
+
 def main(argv: list[str]) -> None:
     """Entry point."""
     if len(argv) > 1:
@@ -138,11 +171,10 @@ def main(argv: list[str]) -> None:
         else:
             label = record['label'] | {'model': cell.model}
             rows.append(record | {'label': label})
-    print(report.table(rows))
-    if missing:
-        print(f'Not compiled yet: {len(missing)} programs.')
-        for name in missing:
-            print(f'- {name}')
+    text = described(rows, missing)
+    print(text)
+    if WRITE.value:
+        PAGE.write_text(written(PAGE.read_text(), text))
 
 
 if __name__ == '__main__':

@@ -53,7 +53,7 @@ def test_without_an_accelerator_it_says_so_and_ends_well():
     found = run()
     assert found.returncode == 0, found.stderr
     assert 'no accelerator' in found.stdout and 'policyopt[cuda]' in found.stdout
-    wrong = run('--only=attentoin')
+    wrong = run('--parts=attentoin')
     assert wrong.returncode and "'attention'" in wrong.stderr
 
 

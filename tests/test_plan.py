@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import scale
 from policyopt import models, scoring, sharding
 from policyopt.plan import (
     costs,
@@ -255,6 +256,8 @@ MESH = dict(data=8, fsdp=8, tensor=1)
         ('train', dict(parameters=60.0, optimizer=60.0), {}, 'mesh.fsdp', 32),
         ('train', dict(parameters=1.0, temporary=200.0), dict(remat='none'), 'model.remat', 'full'),
         ('train', dict(parameters=1.0, temporary=200.0), {}, 'microbatches', 2),
+        ('train', dict(), dict(rows=320, micro=320), 'microbatches', 5),  # 5 rows of a device
+        ('train', dict(), dict(rows=384, micro=192), 'microbatches', 6),
         ('train', dict(parameters=1.0), dict(micro=64), 'mesh.fsdp', 16),
         ('train', dict(), dict(micro=64, mesh=dict(fsdp=64)), 'mesh.tensor', 2),
         ('decode', dict(parameters=1.0, cache=90.0), {}, 'rollout.engine.slots', 128),
@@ -387,6 +390,36 @@ def test_reports_say_what_there_is():
     assert np.isclose(report.GIB, hardware.GIB)
 
 
+def test_the_published_table_is_of_its_records():
+    cells = scale.cells()
+    assert len({cell.name for cell in cells}) == len(cells) == 30
+    keys = {
+        store.key_of(scale.config_of(cell), cell.topology, cell.step): cell.model for cell in cells
+    }
+    kept = store.Store(scale.ROOT / 'docs' / 'scale.json').read()
+    assert kept and set(kept) <= set(keys)
+    page = scale.PAGE.read_text().replace(' \\*', '').replace(' \\+', '')
+    for key, found in kept.items():
+        now = dict(source=store.source_hash(), versions=store.versions())
+        now |= dict(counted=store.count_hash())
+        label = found['label'] | dict(model=keys[key])
+        assert report.table([found | now | dict(label=label)]).splitlines()[2] in page
+
+
+def test_what_is_said_of_programs_that_do_not_fit():
+    label = dict(record()['label'], topology='v5e:4x4')
+    small = record(fits=False, suggestion=['topology', 'one of 64 chips', 'why'], label=label)
+    said = scale.unfit(small, [small, record(), record(fits=False)])
+    assert said == (
+        '- 0.6B train, 8,192 tokens, v5e:4x4: --topology=one of 64 chips: why. It fits v5p:4x4x4.'
+    )
+    assert 'nothing is left' in scale.unfit(record(fits=False), [])
+    text = scale.described([record(), small], ['a', 'b'])
+    assert text.endswith('\nNot compiled yet: 2 programs.\n\n- a\n- b\n') and said in text
+    page = 'x\n\n| model | algorithm | old |\n| old |\n\n## y\nz\n'
+    assert scale.written(page, text) == f'x\n\n{text}\n## y\nz\n'
+
+
 # ============================================================================ a pretended compiler
 
 
@@ -468,6 +501,11 @@ def test_following_suggestions_ends(compiler):
     assert changes == [] and compiler.compiled == []  # arguments alone are too large
     assert found['suggestion'][:2] == ['topology', 'one of 64 chips, or of larger ones']
     assert 'not compiled' in report.describe('train', found)
+    assert report.remedy(found).startswith('--topology=one of 64 chips')
+    assert report.remedy(dict(suggestion=['microbatches', 2, 'fewer'])) == (
+        '--config.microbatches=2: fewer'
+    )
+    assert report.remedy(dict(suggestion=None)) == ''
 
 
 def test_other_errors_of_the_compiler_are_not_taken_for_a_lack_of_memory(compiler, monkeypatch):

@@ -166,14 +166,15 @@ def fit(
     kept: store.Store | None = None,
     say: Callable[[str], None] = lambda text: None,
     again: bool = False,
+    check: bool = False,
 ) -> tuple[dict[str, Any], list[Change], dict[str, Any]]:
     """Follow the suggestions until a program fits: the config then, the changes, its record.
 
     Ends after TRIES programs, or where nothing is left to try; the last record says whether it
-    fits. `say` is called with each change; `kept` and `again` are as in `plan`.
+    fits. `say` is called with each change; `kept`, `again` and `check` are as in `plan`.
     """
     config, changes = dict(config), []
-    record = plan(config, topology, [step], kept, again)[step]
+    record = plan(config, topology, [step], kept, again, check)[step]
     while not record['fits'] and record.get('suggestion') and len(changes) < TRIES:
         change = Change(*record['suggestion'])
         if change.field == suggest.SLICE:
@@ -181,5 +182,5 @@ def fit(
         say(f'{step}: {change.field} = {change.value} ({change.why})')
         changes.append(change)
         config = suggest.apply(config, change, record['label']['mesh'])
-        record = plan(config, topology, [step], kept, again)[step]
+        record = plan(config, topology, [step], kept, again, check)[step]
     return config, changes, record

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policyopt.plan import store
+from policyopt.plan import store, suggest
 
 GIB = 2.0**30
 WORDS = {
@@ -81,6 +81,14 @@ COLUMNS = (
     'model', 'algorithm', 'tokens of a row', 'topology', 'mesh', 'program', 'rows', 'memory (GiB)',
     'fits', 'bound by', 'a run', 'tokens/s',
 )  # fmt: skip
+
+
+def remedy(record: Mapping[str, Any]) -> str:
+    """What to change for a program that does not fit, as flags; '' where there is nothing."""
+    if not record.get('suggestion'):
+        return ''
+    field, value, why = record['suggestion']
+    return f'{"--" if field == suggest.SLICE else "--config."}{field}={value}: {why}'
 
 
 NOTES = {
