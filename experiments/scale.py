@@ -2,6 +2,8 @@
 
     python -m experiments.scale --cells=3       # compile up to three more programs
     python -m experiments.scale --table         # print what there is, compile nothing
+    python -m experiments.scale --check --cells=9   # after a change: lower, compile what is another
+    python -m experiments.scale --table --write     # put the table into docs/scale.md
 
 Results are kept in docs/scale.json, so that a later call goes on where an earlier one ended; a
 program takes a minute or a few of one core. None of the numbers is measured on a TPU.
@@ -28,6 +30,17 @@ CELLS = flags.DEFINE_integer('cells', 1, 'Programs to compile at most.', lower_b
 TABLE = flags.DEFINE_bool('table', False, 'Print the table of what was compiled; compile nothing.')
 ONLY = flags.DEFINE_list('only', [], 'Words that the name of a cell must all have, as train,v5e.')
 CACHE = flags.DEFINE_string('cache', str(ROOT / 'docs' / 'scale.json'), 'File of results.')
+PROGRAMS = flags.DEFINE_string(
+    'programs', str(ROOT / 'runs' / 'plan'), 'Folder of compiled programs, to count in them anew.'
+)
+PAGE = ROOT / 'docs' / 'scale.md'
+WRITE = flags.DEFINE_bool('write', False, 'Put the table into docs/scale.md.')
+CHECK = flags.DEFINE_bool(
+    'check',
+    False,
+    'Lower anew the programs whose modules have changed, and compile those that came out as '
+    'another program.',
+)
 
 
 class Cell(NamedTuple):
@@ -49,34 +62,48 @@ class Cell(NamedTuple):
         return ' '.join(map(str, self[:5]))
 
 
-# Model and slice -> mesh axes and what they split rows over.
+# Model and slice -> mesh axes, and over how many devices they split rows.
 SMALL, MIDDLE, LARGE = 'qwen3-0.6b', 'qwen3-8b', 'qwen3-30b-a3b'
+V5E, V5P, V6E = 'v5e:4x4', 'v5p:4x4x4', 'v6e:8x8'
 SIZES = {
-    (SMALL, 'v5e:4x4'): ('fsdp=8', 16),
-    (SMALL, 'v5p:4x4x4'): ('fsdp=8', 64),
-    (SMALL, 'v6e:8x8'): ('fsdp=8', 64),
-    (MIDDLE, 'v5p:4x4x4'): ('fsdp=16', 64),
-    (MIDDLE, 'v6e:8x8'): ('fsdp=64', 64),
-    (LARGE, 'v5p:4x4x4'): ('fsdp=16,tensor=4', 16),
-    (LARGE, 'v6e:8x8'): ('fsdp=16,tensor=4', 16),
+    (SMALL, V5E): ('fsdp=8', 16),
+    (SMALL, V5P): ('fsdp=8', 64),
+    (SMALL, V6E): ('fsdp=8', 64),
+    (MIDDLE, V5E): ('fsdp=16', 16),
+    (MIDDLE, V5P): ('fsdp=16', 64),
+    (MIDDLE, V6E): ('fsdp=64', 64),
+    (LARGE, V5E): ('fsdp=4,tensor=4', 4),
+    (LARGE, V5P): ('fsdp=16,tensor=4', 16),
+    (LARGE, V6E): ('fsdp=16,tensor=4', 16),
 }
-ALGORITHMS = ('gspo', 'grpo')
+SHORT, LONG = 8192, 32768
 
 
 def cells() -> list[Cell]:
-    """All programs of the table; those that say most come first."""
+    """All programs of the table.
+
+    Training of every model on every slice that may hold it, at both lengths, by GSPO, and of the
+    mixture by GRPO with routing replay as well; the programs beside it once for each model.
+    """
     found = []
-    for step in ('train', 'decode', 'prefill', 'score'):
-        for length in (8192, 32768):
-            for (model, topology), (mesh, shards) in SIZES.items():
-                parts = 2 if length == 8192 else 1  # of a minibatch
-                sizes = f'{mesh},rows={2 * shards * parts},microbatches={parts}'
-                sizes += f',slots={4 * shards if length == 8192 else shards}'
-                for algorithm in ALGORITHMS:
-                    if step != 'train' and algorithm != 'gspo':
-                        continue  # one sampler and one scorer for both
-                    found.append(Cell(model, algorithm, length, topology, step, sizes))
-    return found
+    for model, topology in SIZES:
+        for length in (SHORT, LONG):
+            if topology == V5E and model != SMALL and length == LONG:
+                continue  # those of 8,192 tokens fill it, or are too large already
+            found.append(_cell(model, 'gspo', length, topology, 'train'))
+            if model == LARGE and topology != V5E:
+                found.append(_cell(model, 'grpo', length, topology, 'train'))
+    for step in ('score', 'prefill', 'decode'):
+        found += [_cell(model, 'gspo', SHORT, V5P, step) for model in (SMALL, MIDDLE, LARGE)]
+    return [*found, _cell(LARGE, 'gspo', LONG, V5P, 'decode')]
+
+
+def _cell(model: str, algorithm: str, length: int, topology: str, step: str) -> Cell:
+    mesh, shards = SIZES[model, topology]
+    parts = 2 if length == SHORT else 1  # of a minibatch
+    sizes = f'{mesh},rows={2 * shards * parts},microbatches={parts}'
+    sizes += f',slots={4 * shards if length == SHORT else shards}'
+    return Cell(model, algorithm, length, topology, step, sizes)
 
 
 def config_of(cell: Cell) -> dict:
@@ -89,12 +116,41 @@ def config_of(cell: Cell) -> dict:
     return module.get_config(cell.argument).to_dict()
 
 
+def described(rows: list[dict], missing: list[str]) -> str:
+    """The table, what to do where a program does not fit, and what is not compiled yet."""
+    lines = [report.table(rows), *(unfit(row, rows) for row in rows if not row['fits'])]
+    if missing:
+        count = 'one program' if len(missing) == 1 else f'{len(missing)} programs'
+        lines.append(f'\nNot compiled yet: {count}.\n')
+        lines += [f'- {name}' for name in missing]
+    return '\n'.join(lines).rstrip() + '\n'
+
+
+def written(page: str, text: str) -> str:
+    """The page with this text from its table to its next heading."""
+    start = page.index('| model | algorithm')
+    return page[:start] + text + page[page.index('\n## ', start) :]
+
+
+def unfit(row: dict, rows: list[dict]) -> str:
+    """What to do for a program that does not fit, and on which slices of the table it does."""
+    label, same = row['label'], ('model', 'algorithm', 'length', 'step')
+    where = [
+        r['label']['topology']
+        for r in rows
+        if r['fits'] and all(r['label'][name] == label[name] for name in same)
+    ]
+    name = f'{label["model"]} {label["step"]}, {label["length"]:,} tokens, {label["topology"]}'
+    remedy = report.remedy(row) or 'nothing is left to try in its config'
+    return f'- {name}: {remedy}.' + (f' It fits {" and ".join(where)}.' if where else '')
+
+
 def main(argv: list[str]) -> None:
     """Entry point."""
     if len(argv) > 1:
         raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
     logging.set_verbosity(logging.ERROR)
-    kept, left, rows, missing = store.Store(CACHE.value), CELLS.value, [], []
+    kept, left, rows, missing = store.Store(CACHE.value, PROGRAMS.value), CELLS.value, [], []
     if TABLE.value:
         left = 0
     for cell in cells():
@@ -102,20 +158,23 @@ def main(argv: list[str]) -> None:
             continue
         config = config_of(cell)
         record = kept.get(store.key_of(config, cell.topology, cell.step))
-        if record is None and left:
-            print(f'compiling {cell.name}', file=sys.stderr, flush=True)
-            record = planning.plan(config, cell.topology, [cell.step], kept)[cell.step]
-            left -= 1
+        wanted = record is None or (CHECK.value and not store.fresh(record))
+        if (wanted and left) or record is not None:
+            if wanted and left:
+                print(f'compiling {cell.name}', file=sys.stderr, flush=True)
+                left -= 1
+            check = wanted and record is not None
+            found = planning.plan(config, cell.topology, [cell.step], kept, check=check)
+            record = found[cell.step]
         if record is None:
             missing.append(cell.name)
         else:
             label = record['label'] | {'model': cell.model}
             rows.append(record | {'label': label})
-    print(report.table(rows))
-    if missing:
-        print(f'Not compiled yet: {len(missing)} programs.')
-        for name in missing:
-            print(f'- {name}')
+    text = described(rows, missing)
+    print(text)
+    if WRITE.value:
+        PAGE.write_text(written(PAGE.read_text(), text))
 
 
 if __name__ == '__main__':

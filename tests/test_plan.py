@@ -2,14 +2,27 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import scale
 from policyopt import models, scoring, sharding
-from policyopt.plan import costs, hardware, hlo, measure, report, roofline, steps, store, suggest
+from policyopt.plan import (
+    costs,
+    hardware,
+    hlo,
+    measure,
+    planning,
+    report,
+    roofline,
+    steps,
+    store,
+    suggest,
+)
 
 LAYERS, ROWS, WIDTH = 5, 16, 32
 CHIP = hardware.CHIPS['v5p']
@@ -147,6 +160,81 @@ def test_products_written_as_convolutions_and_what_is_not_seen_into():
         hlo.parse('nothing')
 
 
+MOVES = """HloModule m
+
+%sliced (p: bf16[8,64], i: s32[]) -> bf16[2,64] {
+  %p = bf16[8,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %d = bf16[2,64]{1,0:T(8,128)S(1)} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={2,64}
+}
+
+ENTRY %main (x: bf16[8,64], v: f32[16,8], i: s32[]) -> bf16[8,64] {
+  %x = bf16[8,64]{1,0:T(8,128)(2,1)} parameter(0)
+  %v = f32[16,8]{1,0:T(8,128)S(1)} parameter(1)
+  %i = s32[] parameter(2)
+  %LINE
+  ROOT %r = bf16[8,64]{1,0} bitcast(%x)
+}
+"""
+X, V, TWO = 8 * 64 * 2, 16 * 8 * 4, 2 * 64 * 2  # bytes of x, of v, and of two rows of x
+
+
+@pytest.mark.parametrize(
+    ('line', 'moved'),
+    [
+        # Copies begun early: (destination, source, what the end waits for).
+        ('c = (bf16[8,64]{1,0:S(1)}, bf16[8,64]{1,0}, u32[]{:S(2)}) copy-start(%x)', X),
+        ('c = (f32[16,8]{1,0}, f32[16,8]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%v)', V),
+        ('c = (bf16[8,64]{1,0}, bf16[8,64]{1,0}, u32[]{:S(2)}) copy-start(%x)', 2 * X),
+        ('c = bf16[8,64]{1,0:S(1)} copy(%x)', X),
+        ('c = bf16[8,64]{1,0} copy-done(%x)', 0),
+        # Slices into faster memory read what they take, those of faster memory nothing.
+        ('s = bf16[2,64]{1,0:S(1)} slice(%x), slice={[0:2], [0:64]}', TWO),
+        ('s = bf16[2,64]{1,0} slice(%x), slice={[0:2], [0:64]}', 2 * TWO),
+        ('s = f32[2,8]{1,0:S(1)} slice(%v), slice={[0:2], [0:8]}', 0),
+        ('s = f32[2,8]{1,0} slice(%v), slice={[0:2], [0:8]}', 2 * 8 * 4),
+        ('s = ((bf16[8,64]{1,0}), bf16[2,64]{1,0:S(1)}, u32[]{:S(2)}) slice-start(%x)', TWO),
+        ('s = ((bf16[8,64]{1,0}, s32[]), bf16[2,64]{1,0:S(1)}, s32[]{:S(2)}) '
+         'async-start(%x, %i), calls=%sliced', TWO),
+        ('s = bf16[2,64]{1,0:S(1)} fusion(%x, %i), kind=kLoop, calls=%sliced', TWO + 4),
+        # Written in place: the update is read and written, and the rest stays as it is.
+        ('w = bf16[8,64]{1,0} dynamic-update-slice(%x, %x, %i, %i)', 2 * X),
+        # Collectives begun early: (given, result, ...), but a sum has its result alone.
+        ('g = (bf16[8,64]{1,0}, bf16[32,64]{1,0}) all-gather-start(%x), dimensions={0}', 5 * X),
+        ('g = bf16[32,64]{1,0} all-gather-done(%x)', 0),
+        ('p = (bf16[8,64]{1,0}, bf16[8,64]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) '
+         'collective-permute-start(%x), source_target_pairs={{0,1}}', 2 * X),
+        ('a = bf16[8,64]{1,0} all-reduce-start(%x), to_apply=%sliced', 2 * X),
+        ('o = ((bf16[8,64]{1,0}), bf16[2,64]{1,0}, u32[]{:S(2)}) reduce-scatter-start(%x)',
+         X + TWO),
+    ],
+)  # fmt: skip
+def test_traffic_of_copies_slices_and_what_is_begun_early(line, moved):
+    assert costs.count(hlo.parse(MOVES.replace('LINE', line))).bytes == moved
+
+
+RAGGED = """HloModule m
+
+ENTRY %main (x: bf16[1024,256], w: bf16[2,256,128], n: s32[2]) -> f32[1024,128] {
+  %x = bf16[1024,256]{1,0} parameter(0)
+  %w = bf16[2,256,128]{2,1,0} parameter(1)
+  %n = s32[2]{0} parameter(2)
+  ROOT %ragged-dot-none.1 = f32[1024,128]{1,0} custom-call(%n, %x, %w), \
+custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":\
+{"bytes_accessed":"1179656","flops":"67108864","transcendentals":"0"}}}
+}
+"""
+
+
+def test_products_of_experts_count_the_rows_that_are_expected():
+    module = hlo.parse(RAGGED)
+    full, half = costs.count(module), costs.count(module, filled={'ragged-dot': 0.5})
+    rows, weights = 1024 * (256 * 2 + 128 * 4), 2 * 256 * 128 * 2
+    assert full.kernel_flops == 2 * 1024 * 256 * 128 and full.kernel_bytes == rows + weights + 8
+    assert half.kernel_flops == 1024 * 256 * 128 and half.kernel_bytes == rows / 2 + weights + 8
+    assert costs.count(module, filled={'splash': 0.5}) == full
+
+
 def test_times_and_the_side_that_binds():
     found = costs.Costs(flops=459e10, bytes=2.765e9, cycles=35e6, kernel_flops=459e9)
     found.collectives['all-gather', ('fsdp',)] = 1.8e9
@@ -168,6 +256,8 @@ MESH = dict(data=8, fsdp=8, tensor=1)
         ('train', dict(parameters=60.0, optimizer=60.0), {}, 'mesh.fsdp', 32),
         ('train', dict(parameters=1.0, temporary=200.0), dict(remat='none'), 'model.remat', 'full'),
         ('train', dict(parameters=1.0, temporary=200.0), {}, 'microbatches', 2),
+        ('train', dict(), dict(rows=320, micro=320), 'microbatches', 5),  # 5 rows of a device
+        ('train', dict(), dict(rows=384, micro=192), 'microbatches', 6),
         ('train', dict(parameters=1.0), dict(micro=64), 'mesh.fsdp', 16),
         ('train', dict(), dict(micro=64, mesh=dict(fsdp=64)), 'mesh.tensor', 2),
         ('decode', dict(parameters=1.0, cache=90.0), {}, 'rollout.engine.slots', 128),
@@ -271,7 +361,8 @@ def record(**changes):
         collectives=[dict(kind='all-reduce', axes=['data'], bytes=2.0**20)], kernels={'k': 2},
         seconds=dict(compute=1.0, memory=0.5, network=0.1, compiler=1.2, kernels=0.0,
                      roofline=1.0, expected=2.0),
-        unknown=[], host=['outfeed o'], tokens_per_second=500.0,
+        unknown=[], host=['outfeed o'], tokens_per_second=500.0, source=store.source_hash(),
+        versions=store.versions(), counted=store.count_hash(),
     ) | changes  # fmt: skip
 
 
@@ -286,6 +377,172 @@ def test_reports_say_what_there_is():
     assert len(lines) == 4 and len({line.count('|') for line in lines}) == 1
     assert '| data 8 x fsdp 8 | train | 64 | 2.0 of 95 | yes | compute | 2.00 s | 500 |' in lines[2]
     assert '| no | - | - | - |' in lines[3]
+    older = record(source='older', counted='older')
+    lines = report.table([record(), older, record(counted='older')]).splitlines()
+    assert [line.split('|')[1].strip() for line in lines[2:5]] == [
+        '0.6B',
+        '0.6B \\* \\+',
+        '0.6B \\+',
+    ]
+    assert lines[6].startswith('\\* ') and lines[7].startswith('\\+ ')
     assert json.loads(json.dumps(record())) == record()
     assert steps.STEPS == ('train', 'score', 'prefill', 'decode')
     assert np.isclose(report.GIB, hardware.GIB)
+
+
+def test_the_published_table_is_of_its_records():
+    cells = scale.cells()
+    assert len({cell.name for cell in cells}) == len(cells) == 30
+    keys = {
+        store.key_of(scale.config_of(cell), cell.topology, cell.step): cell.model for cell in cells
+    }
+    kept = store.Store(scale.ROOT / 'docs' / 'scale.json').read()
+    assert kept and set(kept) <= set(keys)
+    page = scale.PAGE.read_text().replace(' \\*', '').replace(' \\+', '')
+    for key, found in kept.items():
+        now = dict(source=store.source_hash(), versions=store.versions())
+        now |= dict(counted=store.count_hash())
+        label = found['label'] | dict(model=keys[key])
+        assert report.table([found | now | dict(label=label)]).splitlines()[2] in page
+
+
+def test_what_is_said_of_programs_that_do_not_fit():
+    label = dict(record()['label'], topology='v5e:4x4')
+    small = record(fits=False, suggestion=['topology', 'one of 64 chips', 'why'], label=label)
+    said = scale.unfit(small, [small, record(), record(fits=False)])
+    assert said == (
+        '- 0.6B train, 8,192 tokens, v5e:4x4: --topology=one of 64 chips: why. It fits v5p:4x4x4.'
+    )
+    assert 'nothing is left' in scale.unfit(record(fits=False), [])
+    text = scale.described([record(), small], ['a', 'b'])
+    assert text.endswith('\nNot compiled yet: 2 programs.\n\n- a\n- b\n') and said in text
+    page = 'x\n\n| model | algorithm | old |\n| old |\n\n## y\nz\n'
+    assert scale.written(page, text) == f'x\n\n{text}\n## y\nz\n'
+
+
+# ============================================================================ a pretended compiler
+
+
+class Lowered:
+    def __init__(self, text):
+        self.text = text
+
+    def as_text(self):
+        return self.text
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Plans without libtpu: a program needs GiB by its rows, remat and mesh; what was compiled."""
+    done = SimpleNamespace(compiled=[], program='', gib=lambda c: 1.0, held=1.0)
+
+    def programs(setup):
+        c = setup.config
+        text = json.dumps(c, sort_keys=True) + done.program
+        held = {'parameters': done.held * 2**30 / dict(c['mesh'])['fsdp']}
+        return {'train': steps.Program(lambda: Lowered(text), 1000, {}, held, {})}
+
+    def make(program, mesh, lowered):
+        done.compiled.append(lowered.text)
+        need = done.gib(json.loads(lowered.text.removesuffix(done.program)))
+        if need * 2**30 > hardware.CHIPS['v6e'].hbm:
+            raise RuntimeError(f'RESOURCE_EXHAUSTED: Used {need:.2f}G of 31.25G hbm. Too much.')
+        stats = dict.fromkeys(measure.STATS, 0) | {'temp': int(need * 2**30)}
+        return measure.Made(TEXT, stats, mesh, **measure.inputs_of(program))
+
+    def run_of(setup):
+        c, mesh = setup.config, dict(setup.config['mesh'])
+        shards = mesh['data'] * mesh['fsdp']
+        return dict(RUN, mesh=mesh, remat=c['model']['remat'], micro=128 // c['microbatches'],
+                    batch_shards=shards)  # fmt: skip
+
+    def prepare(config, topology):
+        return SimpleNamespace(config=config, mesh=dict(config['mesh']))
+
+    def label(setup, topology, step):
+        return dict(step=step, mesh=setup.mesh)
+
+    for name, value in dict(prepare=prepare, run_of=run_of, label=label).items():
+        monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr(planning.steps, 'programs', programs)
+    monkeypatch.setattr(planning.measure, 'make', make)
+    return done
+
+
+PLANNED = dict(
+    model=dict(remat='none'), microbatches=1, mesh=(('data', 8), ('fsdp', 8), ('tensor', 1))
+)
+
+
+def test_suggestions_are_followed_until_a_program_fits(compiler, tmp_path):
+    compiler.gib = lambda c: 60 / c['microbatches'] + 100 * (c['model']['remat'] == 'none')
+    kept, said = store.Store(tmp_path / 'plan.json'), []
+    config, changes, found = planning.fit(PLANNED, 'v6e:8x8', 'train', kept, said.append)
+    assert found['fits'] and found['memory']['total'] == 30 * 2**30
+    assert [(c.field, c.value) for c in changes] == [('model.remat', 'full'), ('microbatches', 2)]
+    assert config == PLANNED | dict(model=dict(remat='full'), microbatches=2)
+    assert len(compiler.compiled) == len(said) + 1 == 3
+    # Each try is kept, what did not fit as well; a second call compiles nothing.
+    assert planning.fit(PLANNED, 'v6e:8x8', 'train', kept)[1:] == (changes, found)
+    first = planning.plan(PLANNED, 'v6e:8x8', ['train'], kept)['train']
+    assert not first['fits'] and 'Used 160.00G' in first['error']
+    assert 'DOES NOT FIT' in report.describe('train', first)
+    assert len(compiler.compiled) == 3
+
+
+def test_following_suggestions_ends(compiler):
+    compiler.gib = lambda c: 99.0
+    config, changes, found = planning.fit(PLANNED, 'v6e:8x8', 'train')
+    assert not found['fits'] and len(changes) == planning.TRIES == len(compiler.compiled) - 1
+    assert math.prod(size for _, size in config['mesh']) == 64
+    compiler.held, compiler.compiled[:] = 8 * 60.0, []
+    whole = PLANNED | dict(mesh=(('data', 1), ('fsdp', 8), ('tensor', 1)))
+    config, changes, found = planning.fit(whole, 'v6e:2x4', 'train')
+    assert changes == [] and compiler.compiled == []  # arguments alone are too large
+    assert found['suggestion'][:2] == ['topology', 'one of 64 chips, or of larger ones']
+    assert 'not compiled' in report.describe('train', found)
+    assert report.remedy(found).startswith('--topology=one of 64 chips')
+    assert report.remedy(dict(suggestion=['microbatches', 2, 'fewer'])) == (
+        '--config.microbatches=2: fewer'
+    )
+    assert report.remedy(dict(suggestion=None)) == ''
+
+
+def test_other_errors_of_the_compiler_are_not_taken_for_a_lack_of_memory(compiler, monkeypatch):
+    def make(program, mesh, lowered):
+        raise RuntimeError('INVALID_ARGUMENT: no')
+
+    monkeypatch.setattr(planning.measure, 'make', make)
+    with pytest.raises(RuntimeError, match='INVALID_ARGUMENT'):
+        planning.plan(PLANNED, 'v6e:8x8', ['train'])
+
+
+def test_programs_are_counted_anew_without_a_compile(compiler, tmp_path, monkeypatch):
+    kept = store.Store(tmp_path / 'plan.json')
+
+    def planned(**options):
+        return planning.plan(PLANNED, 'v6e:8x8', ['train'], kept, **options)['train']
+
+    first = planned()
+    assert first == planned() and len(compiler.compiled) == 1
+    assert [path.suffix for path in (tmp_path / 'plan').iterdir()] == ['.gz']
+    # Other counting: the compiled program is there.
+    monkeypatch.setattr(store, 'count_hash', lambda: 'newer')
+    monkeypatch.setitem(costs.SPLASH, 'splash_mha_fwd', 4)
+    again = planned()
+    assert again['counted'] == 'newer' and again['flops'] - first['flops'] == 2 * 6 * 8 * 8 * 16
+    assert again == planned() and len(compiler.compiled) == 1
+    # Other modules: lowered to the same program, it need not be compiled; to another, it must.
+    monkeypatch.setattr(store, 'source_hash', lambda: 'newer')
+    assert not store.fresh(planned()) and len(compiler.compiled) == 1
+    checked = planned(check=True)
+    assert store.fresh(checked) and len(compiler.compiled) == 1
+    assert checked == again | dict(source='newer')
+    monkeypatch.setattr(store, 'source_hash', lambda: 'newest')
+    compiler.program = ' '
+    assert planned(check=True)['lowered'] != first['lowered'] and len(compiler.compiled) == 2
+    # Without the compiled program, counts stay as they were and are marked.
+    monkeypatch.setattr(store, 'count_hash', lambda: 'newest')
+    for path in (tmp_path / 'plan').iterdir():
+        path.write_bytes(b'broken')
+    assert report.mark_of(planned()) == '+' and len(compiler.compiled) == 2

@@ -46,28 +46,45 @@ CONFIG = dict(
 )
 
 
+SUPPORT = 32
+TRUNCATED = CONFIG | dict(sampling=dict(max_new_tokens=LENGTH - 256, top_k=SUPPORT, top_p=0.95))
+
+
 @functools.cache
-def setup():
-    return planning.prepare(CONFIG, TOPOLOGY)
+def setup(truncated=False):
+    return planning.prepare(TRUNCATED if truncated else CONFIG, TOPOLOGY)
+
+
+@functools.cache
+def built(step, truncated=False):
+    """A program compiled for the slice, its module, and what is counted in it."""
+    own = setup(truncated)
+    made = measure.make(steps.programs(own)[step], own.mesh)
+    module = hlo.parse(made.text)
+    return made, module, costs.count(module, list(made.mesh.items()), made.loops)
+
+
+def arrays(module):
+    return {s for where in module.computations.values() for i in where for s in i.shapes}
 
 
 @pytest.mark.parametrize('step', steps.STEPS)
-def test_programs_for_a_slice(step):
-    program = steps.programs(setup())[step]
-    compiled, text = measure.compile_text(program.lower())
-    module = hlo.parse(text)
-    arrays = {s for where in module.computations.values() for i in where for s in i.shapes}
+def test_no_program_holds_what_it_should_not(step):
+    made, module, found = built(step)
     rows = {'train': 2, 'score': 2, 'prefill': 1, 'decode': 2}[step]  # of a device
-    # No logits of whole rows, and no scores of all pairs of tokens.
-    limit = rows * LENGTH * VOCAB
-    assert not [s for s in arrays if s.size >= limit]
-    assert not [s for s in arrays if s.dims.count(LENGTH) > 1 and s.size >= LENGTH**2]
-    # Large parameters come in parts, never whole.
+    # No logits of whole rows [B,T,V], and no scores of all pairs of tokens [B,H,T,T].
+    length = 256 if step == 'prefill' else LENGTH
+    assert not [s for s in arrays(module) if VOCAB in s.dims and s.size >= rows * length * VOCAB]
+    assert not [s for s in arrays(module) if s.dims.count(LENGTH) > 1 and s.size >= LENGTH**2]
+    # Large parameters come in parts, never whole; of those of layers, no more than one is gathered.
     shapes = jax.tree.leaves(setup().model.shapes())
-    large = [x.size for x in shapes if x.size > 2**18]
+    large = [x for x in shapes if x.size > 2**18]
     given = module.computations[module.entry].parameters.values()
-    assert not [i for i in given for s in i.shapes if s.size in large]
-    found = costs.count(module, list(setup().mesh.shape.items()), program.loops)
+    assert not [i for i in given for s in i.shapes if s.size in [x.size for x in large]]
+    stacked = [x.shape for x in large if x.shape[0] == LAYERS]
+    assert len(stacked) >= 3
+    assert not [s for s in arrays(module) if s.dims in stacked]
+    # Nothing goes to the host or comes from it, and each loop says how often it runs.
     assert found.host == [] and found.unknown == []
     # The cache is read where it lies: no layer of it is copied into another order.
     moved = [i for where in module.computations.values() for i in where if i.opcode in COPIES]
@@ -75,16 +92,42 @@ def test_programs_for_a_slice(step):
     assert step != 'decode' or not [
         i for i in moved for s in i.shapes if LENGTH in s.dims and s.size % layer == 0
     ]
-    # The forms for TPU: kernels for attention over whole rows; experts' own rows alone.
+
+
+@pytest.mark.parametrize('step', steps.STEPS)
+def test_programs_take_the_forms_for_tpu(step):
+    made, module, found = built(step)
     kernels = ' '.join(found.kernels)
-    assert ('splash' in kernels) == (step in ('train', 'score'))
-    record = measure.describe(
-        text, compiled.memory_analysis(), program, hardware.CHIPS['v5p'], setup().mesh
-    )
+    # Attention over whole rows is the splash kernel, forward and backward; experts' products work
+    # on their own rows: three of a layer forward, twice for full remat, and six backward.
+    assert ('splash_mha_fwd' in kernels) == (step in ('train', 'score'))
+    assert ('splash_mha_dkv' in kernels) == (step == 'train')
+    runs = dict(train=2 * 12, score=2 * 3, prefill=3, decode=4 * 3)[step]  # microbatches, steps
+    assert found.kernels['ragged-dot-none'] == runs * LAYERS
+    record = measure.describe(made, hardware.CHIPS['v5p'])
     assert record['fits'] and record['tokens_per_second'] > 0
     inputs = LAYERS * 2 * LENGTH * 256 * 2  # bytes of what full remat keeps of two rows
     kept = record['memory']['activations']
     assert kept >= inputs if step == 'train' else kept == 0
+    # What a step changes is given away and written in place: the state, and the cache.
+    owned = {'train': ('parameters', 'optimizer'), 'decode': ('cache',)}.get(step, ())
+    assert made.stats['alias'] >= sum(made.held[name] for name in owned)
+    if step == 'decode':
+        assert made.stats['temp'] < made.held['cache']
+
+
+def test_a_recorded_support_is_scored_without_logits():
+    """Of the head, the rows that are named are gathered: no array is wider than tokens by kept."""
+    made, module, found = built('score', truncated=True)
+    head = VOCAB * 256
+    assert not [s for s in arrays(module) if VOCAB in s.dims and s.size > head]
+    assert any(s.dims[-1:] == (SUPPORT,) for s in arrays(module))
+    assert found.host == [] and found.unknown == []
+    # Operations: of the trunk, and of SUPPORT rows of the head for a token in place of all.
+    whole = built('score')[2]
+    tokens = 4 * (LENGTH - 256)  # of a device's four rows, those that are scored
+    apart = 2 * tokens * 256 * (VOCAB - SUPPORT)
+    assert whole.flops - found.flops == pytest.approx(apart, rel=0.1)
 
 
 def test_a_tensor_axis_smaller_than_the_torus_splits_it():

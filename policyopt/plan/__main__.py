@@ -45,10 +45,18 @@ _CACHE = flags.DEFINE_string(
     'taken from there.',
 )
 _AGAIN = flags.DEFINE_bool('again', False, 'Compile what the file of results has, too.')
+_CHECK = flags.DEFINE_bool(
+    'check',
+    False,
+    'Lower anew, in seconds, what was compiled from other source, and compile what comes out as '
+    'another program.',
+)
 _FIT = flags.DEFINE_bool(
     'fit', False, 'Follow the suggestions for a program that does not fit, until it does.'
 )
 _JSON = flags.DEFINE_bool('json', False, 'Print JSON.')
+
+_REMEDIES = {'*': '--check says whether the program is another', '+': '--again compiles it anew'}
 
 
 def main(argv: list[str]) -> None:
@@ -79,20 +87,18 @@ def run(config: dict, kept: store.Store) -> dict:
                 kept,
                 lambda text: print(text, file=sys.stderr),
                 _AGAIN.value,
+                _CHECK.value,
             )
         else:
-            planned = planning.plan(config, topology, [step], kept, _AGAIN.value)
+            planned = planning.plan(config, topology, [step], kept, _AGAIN.value, _CHECK.value)
             record = planned[step]
         found[step] = record
         if not _JSON.value:
             print(report.describe(step, record), flush=True)
-            if record.get('suggestion'):
-                field, value, why = record['suggestion']
-                print(f'  try --config.{field}={value}: {why}')
-            if not store.fresh(record):
-                print(
-                    '  compiled from other source, or by other versions: --again compiles it anew'
-                )
+            if report.remedy(record):
+                print(f'  try {report.remedy(record)}')
+            for mark in report.mark_of(record):
+                print(f'  {report.NOTES[mark]}: {_REMEDIES[mark]}')
     return found
 
 

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from policyopt.plan import hlo
+from policyopt.plan import hlo, traffic
 from policyopt.plan.hlo import Computation, Instruction, Module, Shape
 
 COLLECTIVES = (
@@ -31,18 +31,11 @@ COLLECTIVES = (
     'collective-permute',
     'collective-broadcast',
 )
-FREE = (  # that move nothing by themselves
-    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'conditional',
-    'call', 'after-all', 'iota', 'partition-id', 'replica-id', 'opt-barrier', 'async-done',
-    'async-start', 'async-update', 'copy-done', 'domain', 'add-dependency',
-)  # fmt: skip
 HOST = ('infeed', 'outfeed', 'send', 'recv')
 HOST_CALLS = ('MoveToHost', 'MoveToDevice', 'callback', 'xla_ffi_python', 'xla_python')
-WRITES = {'dynamic-update-slice': 1, 'scatter': 2}  # in place: number of the operand put there
 # Matrix products of jax's splash attention: of the forward pass, of the gradient of the queries,
 # and of keys and values; scores are computed anew in both.
 SPLASH = {'splash_mha_fwd': 2, 'splash_mha_dq': 3, 'splash_mha_dkv': 4}
-SLICES = ('dynamic-slice', 'slice', 'gather')
 
 
 @dataclasses.dataclass
@@ -87,6 +80,7 @@ def count(
     mesh: Sequence[tuple[str, int]] = (),
     loops: Mapping[str, int] | None = None,
     once: bool = False,
+    filled: Mapping[str, float] | None = None,
 ) -> Costs:
     """Costs of one run.
 
@@ -96,8 +90,12 @@ def count(
       loops: for loops whose number of turns depends on data: a part of their op_name -> turns; the
         first that matches is taken.
       once: count every loop once, as the compiler's own analysis does.
+      filled: for kernels that work on the rows that are there, of an array with room for more: a
+        part of their name -> the share of the rows that is expected to be there. A program does not
+        say it, since it is data; what a kernel says that it costs is for all the room.
     """
-    return _Counter(module, tuple(mesh), dict(loops or {}), once).of(module.entry)
+    counter = _Counter(module, tuple(mesh), dict(loops or {}), once, dict(filled or {}))
+    return counter.of(module.entry)
 
 
 @dataclasses.dataclass
@@ -106,6 +104,7 @@ class _Counter:
     mesh: tuple[tuple[str, int], ...]
     loops: Mapping[str, int]
     once: bool
+    filled: Mapping[str, float]
     seen: dict[str, Costs] = dataclasses.field(default_factory=dict)
 
     def of(self, name: str) -> Costs:
@@ -155,8 +154,8 @@ class _Counter:
             name in at.tail for name in HOST_CALLS if at.opcode == 'custom-call'
         ):
             total.host.append(f'{at.opcode} {at.name}')
-        if at.opcode not in FREE and at.opcode not in ('fusion', 'custom-call'):
-            total.bytes += _moved(where, at)
+        if at.opcode not in ('fusion', 'custom-call'):
+            total.bytes += traffic.of(where, at)
         total.cycles += at.cycles
 
     def fusion(self, total: Costs, where: Computation, at: Instruction) -> None:
@@ -165,7 +164,7 @@ class _Counter:
         total.flops += part.flops
         for key, value in part.collectives.items():
             total.collectives[key] = total.collectives.get(key, 0.0) + value
-        total.bytes += _fused_bytes(self.module, where, at, inner)
+        total.bytes += traffic.of_fusion(self.module, where, at, inner)
 
     def inside(self, name: str) -> Costs:
         """Products and collectives in a fused computation, which moves no bytes of its own."""
@@ -220,14 +219,17 @@ class _Counter:
         work = re.search(r'"cost_estimate":\{([^}]*)\}', at.tail)
         numbers = dict(re.findall(r'"(\w+)":"?(\d+)', work[1])) if work else {}
         if 'flops' in numbers:
-            total.kernel_flops += float(numbers['flops'])
-            total.kernel_bytes += float(numbers.get('bytes_accessed', 0))
+            share = next((s for part, s in self.filled.items() if part in name), 1.0)
+            rows = [s for s in (*arrays, *at.shapes) if len(s.dims) == 2 and s.dtype != 's32']
+            left = (1 - share) * traffic.in_hbm(rows)
+            total.kernel_flops += share * float(numbers['flops'])
+            total.kernel_bytes += max(float(numbers.get('bytes_accessed', 0)) - left, 0.0)
         elif own := attention_flops(name, arrays):
             total.kernel_flops += own
-            total.kernel_bytes += _moved(where, at)
+            total.kernel_bytes += traffic.of(where, at)
         else:
             total.silent[name] = total.silent.get(name, 0.0) + 1
-            total.bytes += _moved(where, at)
+            total.bytes += traffic.of(where, at)
 
 
 def attention_flops(name: str, arrays: Sequence[Shape]) -> float:
@@ -306,88 +308,4 @@ def _valid_taps(axis: int, places: int, base: int, taps: int, window: Mapping[st
         for place in range(places):
             index = start + place * stride
             total += 0 <= index <= last and index % spread == 0
-    return total
-
-
-# ============================================================================ bytes
-
-
-def _moved(where: Computation, at: Instruction) -> float:
-    """HBM bytes that an instruction by itself reads and writes."""
-    own = sum(s.bytes for s in at.shapes if s.space == 0)
-    if at.opcode in SLICES:
-        return 2.0 * own
-    if at.opcode in WRITES:
-        update = where.instructions.get(at.operands[WRITES[at.opcode]])
-        return 2.0 * (update.bytes if update is not None else 0)
-    read = 0
-    for name in at.operands:
-        found = where.instructions.get(name)
-        if found is not None:
-            read += sum(s.bytes for s in found.shapes if s.space == 0)
-    return float(read + own)
-
-
-def _fused_bytes(module: Module, where: Computation, at: Instruction, inner: Computation) -> float:
-    """The same of a fusion, which of an operand that it slices reads the slice alone."""
-    total = 0.0
-    for number, name in enumerate(at.operands):
-        found, parameter = where.instructions.get(name), inner.parameters.get(number)
-        if found is None or parameter is None:
-            continue
-        whole = sum(s.bytes for s in found.shapes if s.space == 0)
-        part = _sliced(module, inner, parameter.name) if whole else 0
-        total += whole if part is None else min(part, whole)
-    parts = [inner.root]
-    if inner.root.opcode == 'tuple':
-        parts = [inner.instructions[n] for n in inner.root.operands if n in inner.instructions]
-    for shape, part in zip(at.shapes, parts, strict=False):
-        if shape.space:
-            continue
-        behind = _through(module, inner, part)
-        if behind is not None and behind[1].opcode in WRITES:
-            update = behind[0].instructions.get(behind[1].operands[WRITES[behind[1].opcode]])
-            total += min(shape.bytes, update.bytes if update is not None else shape.bytes)
-        else:
-            total += shape.bytes
-    return total
-
-
-def _through(module: Module, where: Computation, at: Instruction):
-    """What computes a value, behind bitcasts and fusions inside a fusion."""
-    for _ in range(20):
-        if at.opcode == 'bitcast' and at.operands[0] in where.instructions:
-            at = where.instructions[at.operands[0]]
-        elif at.opcode == 'fusion':
-            where = module.computations[at.called['calls'][0]]
-            at = where.root
-        else:
-            return where, at
-    return None
-
-
-def _sliced(module: Module, inner: Computation, name: str, depth: int = 0) -> int | None:
-    """Bytes of a value that its users read, where all of them slice it; else None: all of it."""
-    total = 0
-    for user in inner.users(name):
-        if user.opcode in ('dynamic-slice', 'slice') or (
-            user.opcode == 'gather' and user.operands[0] == name
-        ):
-            total += user.bytes
-        elif user.opcode in WRITES and user.operands[0] == name:
-            continue  # written in place
-        elif user.opcode == 'bitcast' and depth < 8:
-            part = _sliced(module, inner, user.name, depth + 1)
-            if part is None:
-                return None
-            total += part
-        elif user.opcode == 'fusion' and depth < 8:
-            below = module.computations[user.called['calls'][0]]
-            number = user.operands.index(name)
-            part = _sliced(module, below, below.parameters[number].name, depth + 1)
-            if part is None:
-                return None
-            total += part
-        else:
-            return None
     return total

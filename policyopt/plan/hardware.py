@@ -75,6 +75,8 @@ def devices(topology: str) -> list[Any]:
     # libtpu would ask the machine's metadata server, which only TPU machines have, for minutes.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
+    # No chip is asked for, so a process that has one, or that plans too, is in nobody's way.
+    os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
     from jax.experimental import topologies
 
     try:

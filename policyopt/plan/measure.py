@@ -7,10 +7,9 @@ import os
 import pathlib
 import re
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from policyopt.plan import costs as costs_lib
 from policyopt.plan import hlo, roofline
@@ -18,34 +17,71 @@ from policyopt.plan.hardware import GIB, Chip
 from policyopt.plan.steps import Program
 
 Record = dict[str, Any]
+STATS = ('argument', 'output', 'alias', 'temp', 'generated_code')
 
 
-def measure(program: Program, chip: Chip, mesh: Any) -> Record:
-    """Lower and compile a program, and count what it costs a device.
+class Made(NamedTuple):
+    """A compiled program, and what else its counts are made from; JSON values alone.
 
-    Returns a record of JSON values; where it does not fit into memory, `error` says what the
-    compiler said, and `memory` what it would need.
-
-    Raises what lowering or compiling raises for other reasons.
+    Attributes:
+      text: as `compile_text` gives it.
+      stats: bytes, of the compiler's `memory_analysis`: STATS.
+      mesh: axis -> size, in order.
+      tokens, loops, held, filled: see `steps.Program`.
     """
-    began = time.monotonic()
-    lowered = program.lower()
-    try:
-        compiled, text = compile_text(lowered)
-    except Exception as error:  # of jax's runtime, whose class is not public
-        needed = out_of_memory(str(error))
-        if needed is None:
-            raise
-        memory = dict(program.held) | {'total': needed, 'hbm': chip.hbm}
-        return {
-            'memory': memory,
-            'fits': False,
-            'error': first_lines(str(error)),
-            'tokens': program.tokens,
-            'compile_seconds': time.monotonic() - began,
-        }
-    record = describe(text, compiled.memory_analysis(), program, chip, mesh)
-    return record | {'compile_seconds': time.monotonic() - began}
+
+    text: str
+    stats: dict[str, int]
+    mesh: dict[str, int]
+    tokens: int
+    loops: dict[str, int]
+    held: dict[str, float]
+    filled: dict[str, float]
+
+
+def make(program: Program, mesh: Any, lowered: Any = None) -> Made:
+    """Compile a program. Raises what lowering and compiling raise."""
+    compiled, text = compile_text(program.lower() if lowered is None else lowered)
+    analysis = compiled.memory_analysis()
+    stats = {name: int(getattr(analysis, f'{name}_size_in_bytes')) for name in STATS}
+    return Made(text, stats, dict(mesh.shape), **inputs_of(program))
+
+
+def inputs_of(program: Program) -> dict[str, Any]:
+    """What `Made` has of a program that was not compiled."""
+    return {
+        'tokens': program.tokens,
+        'loops': dict(program.loops),
+        'held': dict(program.held),
+        'filled': dict(program.filled),
+    }
+
+
+def too_large(program: Program, chip: Chip) -> Record:
+    """The record of a program whose arguments alone are more than the memory."""
+    total = sum(program.held.values())
+    return {
+        'memory': dict(program.held) | {'total': total, 'hbm': chip.hbm},
+        'fits': False,
+        'error': 'not compiled: its arguments alone are more than the memory of a device',
+        'tokens': program.tokens,
+    }
+
+
+def refused(program: Program, error: Exception, chip: Chip) -> Record:
+    """The record of a program that the compiler finds no memory for: it says what it would need.
+
+    Raises `error` where that is another one.
+    """
+    needed = out_of_memory(str(error))
+    if needed is None:
+        raise error
+    return {
+        'memory': dict(program.held) | {'total': needed, 'hbm': chip.hbm},
+        'fits': False,
+        'error': first_lines(str(error)),
+        'tokens': program.tokens,
+    }
 
 
 def compile_text(lowered: Any) -> tuple[Any, str]:
@@ -76,14 +112,15 @@ def _own_flags() -> Iterator[None]:
             os.environ['XLA_FLAGS'] = given
 
 
-def describe(text: str, stats: Any, program: Program, chip: Chip, mesh: Any) -> Record:
-    """The record of a compiled program, from its text and `memory_analysis()`."""
-    module = hlo.parse(text)
-    costs = costs_lib.count(module, list(mesh.shape.items()), program.loops)
+def describe(made: Made, chip: Chip) -> Record:
+    """Memory, counts and times of a compiled program, as JSON values."""
+    module = hlo.parse(made.text)
+    mesh = list(made.mesh.items())
+    costs = costs_lib.count(module, mesh, made.loops, filled=made.filled)
     found = roofline.times(costs, chip)
-    memory = memory_of(stats, program, hlo.saved(module), chip)
+    memory = memory_of(made, hlo.saved(module), chip)
     return {
-        'tokens': program.tokens,
+        'tokens': made.tokens,
         'memory': memory,
         'fits': memory['total'] <= chip.hbm,
         'flops': costs.flops + costs.kernel_flops,
@@ -96,24 +133,24 @@ def describe(text: str, stats: Any, program: Program, chip: Chip, mesh: Any) -> 
         'host': costs.host,
         'seconds': found._asdict() | {'roofline': found.roofline, 'expected': found.expected},
         'bound': found.bound,
-        'tokens_per_second': program.tokens / found.expected if found.expected else 0.0,
+        'tokens_per_second': made.tokens / found.expected if found.expected else 0.0,
     }
 
 
-def memory_of(stats: Any, program: Program, saved: float, chip: Chip) -> dict[str, float]:
+def memory_of(made: Made, saved: float, chip: Chip) -> dict[str, float]:
     """Bytes on one device at the program's peak, by what they are.
 
     temporary: everything that is not an argument; of it, `activations` are what loops over layers
     keep for the backward pass.
     """
-    temporary = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
-    beside = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
-    total = stats.argument_size_in_bytes + beside + temporary
-    return dict(program.held) | {
+    stats = made.stats
+    temporary = stats['temp'] + stats['generated_code']
+    beside = max(stats['output'] - stats['alias'], 0)
+    return dict(made.held) | {
         'activations': min(saved, float(temporary)),
         'temporary': float(temporary),
         'outputs': float(beside),
-        'total': float(total),
+        'total': float(stats['argument'] + beside + temporary),
         'hbm': chip.hbm,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +22,13 @@ def plan(
     chosen: Sequence[str] = steps.STEPS,
     kept: store.Store | None = None,
     again: bool = False,
+    check: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Step -> record of each program of a config, compiled for a topology or found in `kept`.
 
     A record has, beside what `measure` finds, a `label` (what was planned), `suggestion` where it
-    does not fit, and `source`, the hash of the modules that it was compiled from.
+    does not fit, and what it came from, see `store`. One that other modules counted in is counted
+    anew where its compiled program was kept.
 
     Args:
       config: as `recipe.prepare` takes it.
@@ -33,31 +36,85 @@ def plan(
       chosen: of steps.STEPS.
       kept: results of earlier calls, which those of this one are added to.
       again: compile those too whose result was kept.
+      check: lower those whose modules have changed since, and compile the ones that come out as
+        another program.
 
     Raises ValueError or TypeError for a wrong config or topology, RuntimeError without libtpu.
     """
-    chip, found = hardware.chip_of(topology), {}
+    chip, found, older = hardware.chip_of(topology), {}, {}
     keys = {step: store.key_of(config, topology, step) for step in chosen}
     for step, key in keys.items():
         record = None if kept is None or again else kept.get(key)
-        if record is not None:
-            found[step] = record
+        if record is None:
+            continue
+        assert kept is not None
+        if check and not store.fresh(record):
+            older[step] = record
+        else:
+            found[step] = recounted(record, key, chip, kept)
     missing = [step for step in chosen if step not in found]
     if missing:
         setup = prepare(config, topology)
         programs = steps.programs(setup)
-        run = run_of(setup)
         for step in missing:
-            record = measure.measure(programs[step], chip, setup.mesh)
-            record |= {'label': label(setup, topology, step), 'source': store.source_hash()}
-            record['versions'] = store.versions()
+            before = None
+            if step in older and kept is not None:
+                before = older[step], kept.made(keys[step])
+            record, made = _compiled(programs[step], chip, setup.mesh, before)
+            made_by = {'source': store.source_hash(), 'versions': store.versions()}
+            record |= {'label': label(setup, topology, step)} | made_by
             if not record['fits']:
-                change = suggest.suggest(step, record['memory'], run)
+                change = suggest.suggest(step, record['memory'], run_of(setup))
                 record['suggestion'] = None if change is None else list(change)
+            record = json.loads(json.dumps(record))  # as it comes back from a file
             if kept is not None:
+                if made is not None:
+                    kept.keep(keys[step], {'lowered': record['lowered'], **made._asdict()})
                 kept.put(keys[step], record)
-            found[step] = json.loads(json.dumps(record))  # as it comes back from a file
+            found[step] = record
     return {step: found[step] for step in chosen}
+
+
+def _compiled(
+    program: steps.Program, chip: hardware.Chip, mesh: Any, before: tuple[Any, Any] | None
+) -> tuple[dict[str, Any], measure.Made | None]:
+    """A program's record and what it was counted from; of an older result of it, if it is one."""
+    began = time.monotonic()
+    if sum(program.held.values()) > chip.hbm:
+        return measure.too_large(program, chip), None
+    lowered = program.lower()
+    text = store.text_hash(lowered.as_text())
+    older, stored = before or (None, None)
+    same = older is not None and older.get('lowered') == text
+    if same and older['versions'] == store.versions():
+        if stored is None or stored.pop('lowered') != text:
+            return dict(older), None
+        made = measure.Made(**stored | measure.inputs_of(program))
+        counts = measure.describe(made, chip)
+        return older | counts | {'counted': store.count_hash()}, made
+    made = None
+    try:
+        made = measure.make(program, mesh, lowered)
+    except Exception as error:  # of jax's runtime, whose class is not public
+        record = measure.refused(program, error, chip)
+    else:
+        record = measure.describe(made, chip) | {'counted': store.count_hash()}
+    return record | {'lowered': text, 'compile_seconds': time.monotonic() - began}, made
+
+
+def recounted(
+    record: dict[str, Any], key: str, chip: hardware.Chip, kept: store.Store
+) -> dict[str, Any]:
+    """The record, counted by the modules as they are where its compiled program was kept."""
+    if store.counted(record):
+        return record
+    made = kept.made(key)
+    if made is None or made.pop('lowered') != record.get('lowered'):
+        return record
+    counts = measure.describe(measure.Made(**made), chip)
+    record = record | json.loads(json.dumps(counts)) | {'counted': store.count_hash()}
+    kept.put(key, record)
+    return record
 
 
 def prepare(config: Mapping[str, Any], topology: str) -> recipe.Setup:
@@ -109,18 +166,21 @@ def fit(
     kept: store.Store | None = None,
     say: Callable[[str], None] = lambda text: None,
     again: bool = False,
+    check: bool = False,
 ) -> tuple[dict[str, Any], list[Change], dict[str, Any]]:
     """Follow the suggestions until a program fits: the config then, the changes, its record.
 
     Ends after TRIES programs, or where nothing is left to try; the last record says whether it
-    fits. `say` is called with each change; `kept` and `again` are as in `plan`.
+    fits. `say` is called with each change; `kept`, `again` and `check` are as in `plan`.
     """
     config, changes = dict(config), []
-    record = plan(config, topology, [step], kept, again)[step]
+    record = plan(config, topology, [step], kept, again, check)[step]
     while not record['fits'] and record.get('suggestion') and len(changes) < TRIES:
         change = Change(*record['suggestion'])
+        if change.field == suggest.SLICE:
+            break  # for whoever chose the slice
         say(f'{step}: {change.field} = {change.value} ({change.why})')
         changes.append(change)
         config = suggest.apply(config, change, record['label']['mesh'])
-        record = plan(config, topology, [step], kept, again)[step]
+        record = plan(config, topology, [step], kept, again, check)[step]
     return config, changes, record

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from policyopt.plan import store, suggest
+
 GIB = 2.0**30
 WORDS = {
     'activations': 'of it, kept for the backward pass',
@@ -81,10 +83,35 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def remedy(record: Mapping[str, Any]) -> str:
+    """What to change for a program that does not fit, as flags; '' where there is nothing."""
+    if not record.get('suggestion'):
+        return ''
+    field, value, why = record['suggestion']
+    return f'{"--" if field == suggest.SLICE else "--config."}{field}={value}: {why}'
+
+
+NOTES = {
+    '*': 'its modules, or versions of jax or the compiler, have changed since it was compiled',
+    '+': 'other modules counted in it, and its compiled program is not here to count anew',
+}
+
+
+def mark_of(record: Mapping[str, Any]) -> str:
+    """Marks of NOTES for what a record is not."""
+    return ('' if store.fresh(record) else '*') + ('' if store.counted(record) else '+')
+
+
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Records as a table in Markdown, in their order; each has `label` beside its own fields."""
+    """Records as a table in Markdown, in their order; each has `label` beside its own fields.
+
+    Rows of what is no longer so are marked, and the marks explained below.
+    """
     rows = [COLUMNS, tuple('---' for _ in COLUMNS), *map(_row, records)]
-    return '\n'.join('| ' + ' | '.join(row) + ' |' for row in rows) + '\n'
+    lines = ['| ' + ' | '.join(row) + ' |' for row in rows]
+    marks = ''.join(map(mark_of, records))
+    notes = [f'\\{mark} {text}.' for mark, text in NOTES.items() if mark in marks]
+    return '\n'.join([*lines, *(['', *notes] if notes else [])]) + '\n'
 
 
 def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
@@ -96,7 +123,7 @@ def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
         rate = f'{record["tokens_per_second"]:,.0f}'
         measured = (record['bound'], time(record['seconds']['expected']), rate)
     return (
-        label['model'],
+        label['model'] + ' '.join(['', *(f'\\{mark}' for mark in mark_of(record))]),
         label['algorithm'],
         f'{label["length"]:,}',
         label['topology'],

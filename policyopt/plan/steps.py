@@ -35,12 +35,14 @@ class Program(NamedTuple):
       tokens: of the whole mesh, that one run of it takes in or draws.
       loops: turns of loops that data decide, see `costs.count`.
       held: bytes on one device by what the arguments are: parameters, optimizer, cache, batch.
+      filled: share of its rows that a kernel works on, see `costs.count`.
     """
 
     lower: Callable[[], Any]
     tokens: int
     loops: Mapping[str, int]
     held: Mapping[str, float]
+    filled: Mapping[str, float]
 
 
 class Sizes(NamedTuple):
@@ -127,7 +129,7 @@ def _learning(setup: Any, sizes: Sizes, learner: Any, whole: Any) -> dict[str, P
         'optimizer': device_bytes((whole.opt_state, whole.ema, whole.critic)),
         'batch': device_bytes(batch),
     }
-    tokens, loops = sizes.rows * sizes.width, _loops(setup, sizes)
+    tokens, loops, filled = sizes.rows * sizes.width, _loops(setup, sizes), filled_of(setup)
 
     def score(params: Any, batch: Any) -> Any:
         return learner.recompute(params, batch).logp_old
@@ -136,8 +138,8 @@ def _learning(setup: Any, sizes: Sizes, learner: Any, whole: Any) -> dict[str, P
     scored = _within(mesh, lambda: jax.jit(score).lower(whole.params, batch))
     less = {name: size for name, size in held.items() if name != 'optimizer'}
     return {
-        'train': Program(train, tokens, loops, held),
-        'score': Program(scored, tokens, loops, less),
+        'train': Program(train, tokens, loops, held, filled),
+        'score': Program(scored, tokens, loops, less, filled),
     }
 
 
@@ -153,6 +155,20 @@ def _loops(setup: recipe.Setup, sizes: Sizes) -> dict[str, int]:
     rows = sizes.micro // shards
     size = min(max(size // shards, 1), rows * sizes.width)
     return {'while': -(-rows * (sizes.width - sizes.prompt) // size)}
+
+
+def filled_of(setup: recipe.Setup) -> dict[str, float]:
+    """Share of the rows of `ragged_dot` that are there where tokens choose all experts equally.
+
+    A device's buffer has room for the case that all tokens choose its experts, and the kernel works
+    on the rows that did. How many do is decided by the data; assumed here is that every expert gets
+    its even part, as a load-balance loss wants. Of the busiest device it is between that and 1.
+    """
+    if setup.model.config.moe is None:
+        return {}
+    sizes = dict(setup.mesh.shape)
+    shards = math.prod(sizes.get(axis, 1) for axis in dict(setup.model.rules).get('experts', ()))
+    return {'ragged-dot': 1 / shards}
 
 
 def train_state(setup: recipe.Setup, learner: Any) -> Any:
@@ -259,14 +275,15 @@ def _sampling(setup: recipe.Setup, sizes: Sizes, params: Any) -> dict[str, Progr
     def prefill() -> Any:
         return slots_lib.prefill.lower(model, params, prompts, count, None)
 
-    held = {'parameters': device_bytes(params)}
+    held, filled = {'parameters': device_bytes(params)}, filled_of(setup)
     return {
-        'prefill': Program(_within(mesh, prefill), sizes.prefill * sizes.prompt, {}, held),
+        'prefill': Program(_within(mesh, prefill), sizes.prefill * sizes.prompt, {}, held, filled),
         'decode': Program(
             _within(mesh, decode),
             sizes.slots * sizes.steps,
             {'while': sizes.steps},
             held | {'cache': device_bytes(cache)},
+            filled,
         ),
     }
 

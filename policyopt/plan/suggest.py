@@ -6,13 +6,15 @@ import math
 from typing import Any, NamedTuple
 
 ROOM = 0.92  # of the memory: what a plan should leave free for fragments and the runtime
+SLICE = 'topology'  # the field of a change that no config can make: to another slice
 
 
 class Change(NamedTuple):
     """One field of a config to set, and why.
 
     Attributes:
-      field: its path, such as 'model.remat'; 'mesh.fsdp' is the size of a mesh axis.
+      field: its path, such as 'model.remat'; 'mesh.fsdp' is the size of a mesh axis, and SLICE the
+        flag that names the slice.
       value: what to set it to.
       why: in words.
     """
@@ -42,6 +44,14 @@ def suggest(step: str, memory: dict[str, float], run: dict[str, Any]) -> Change 
             mesh.get('fsdp', 1) * times,
             f'parameters and moments take {held / 2**30:.1f} GiB of a device: split them further',
         )
+    if held > hbm and mesh.get('data', 1) == 1:
+        devices = math.prod(mesh.values())
+        wanted = devices * 2 ** math.ceil(math.log2(held / (hbm / 2)))
+        return Change(
+            SLICE,
+            f'one of {wanted} chips, or of larger ones',
+            f'parameters and moments take {held / 2**30:.1f} GiB of each of {devices} devices',
+        )
     if (
         step == 'decode'
         and memory.get('cache', 0.0) > hbm / 4
@@ -56,12 +66,7 @@ def suggest(step: str, memory: dict[str, float], run: dict[str, Any]) -> Change 
         if step == 'train' and run['remat'] != 'full':
             return Change('model.remat', 'full', 'keep layer inputs alone for the backward pass')
         if run['micro'] > run['batch_shards']:
-            parts = run['rows'] // run['micro']
-            return Change(
-                'microbatches',
-                min(parts * 2, run['rows'] // run['batch_shards']),
-                'fewer rows through the model at once',
-            )
+            return Change('microbatches', _more(run), 'fewer rows through the model at once')
     if mesh.get('data', 1) > 1:
         return Change('mesh.fsdp', mesh.get('fsdp', 1) * 2, 'split parameters and moments further')
     wider = mesh.get('tensor', 1) * 2
@@ -70,6 +75,13 @@ def suggest(step: str, memory: dict[str, float], run: dict[str, Any]) -> Change 
             'mesh.tensor', wider, 'split heads and widths: a row is shared by more devices'
         )
     return None
+
+
+def _more(run: dict[str, Any]) -> int:
+    """Microbatches that are at least twice as many, of which each device still has equal rows."""
+    parts, each = run['rows'] // run['micro'], run['rows'] // run['batch_shards']
+    possible = [n for n in range(parts + 1, each + 1) if each % n == 0]
+    return next((n for n in possible if n >= 2 * parts), possible[-1])
 
 
 def apply(config: dict[str, Any], change: Change, mesh: dict[str, int]) -> dict[str, Any]:
