@@ -44,9 +44,9 @@ NOTATION
 **Pictures.** Left what is maximised, the surrogate times its gates, less its value at ratio 1;
 right what multiplies the gradient of a log-prob; both against the ratio, for A = 1 and A = -1.
 Dashed, where there are penalties: with them, the reference being the old policy. A token whose
-coefficient is 0 counts in [`policy/stopped`](dashboard.md#policy). Where the ratio is that of a row
-or a segment, all its tokens share the coefficient. Sampler and old policy are the same here, so that
-importance corrections show as 1.
+coefficient is 0 counts in [`policy/stopped`](dashboard.md#policy). Where the ratio is that of a
+row or a segment, all its tokens share the coefficient. Sampler and old policy are the same here, so
+that importance corrections show as 1.
 """
 
 
