@@ -32,6 +32,9 @@ from policyopt import (
     updates,
 )
 from policyopt import rollout as rollout_lib
+from policyopt.data.published import DATASETS
+from policyopt.models.hf import FAMILIES
+from policyopt.rewards import spec
 from tests import batches, pages
 from tests.pages import PAGES, ROOT
 
@@ -345,6 +348,20 @@ def test_a_metric_that_no_table_has_is_seen():
         'entropi',
         'moe/usd/3',
     ]
+
+
+# ============================================================================ tables
+
+
+def test_every_reward_has_a_row():
+    table = pages.read(ROOT / 'docs' / 'rewards.md').split('| reward | value |')[1].split('\n\n')[0]
+    assert set(re.findall(r'^\| `(\w+)\(', table, re.M)) == set(spec.names())
+
+
+def test_every_dataset_and_family_is_named():
+    assert set(DATASETS) <= set(re.findall(r'`(\w+)`', pages.read(ROOT / 'docs' / 'data.md')))
+    said = re.sub(r'[-_]', '', pages.read(ROOT / 'docs' / 'models.md').lower())
+    assert all(family.replace('_', '') in said for family in FAMILIES)
 
 
 # ============================================================================ generated
