@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help setup test test-slow quickstart smollm2 peers lint format figures clean
+.PHONY: help setup test test-slow quickstart smollm2 peers lint format figures docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ format: setup  ## Rewrite files to the project's format.
 
 figures: setup  ## Draw the figures of the README and the docs.
 	$(BIN)/python -m experiments.surrogates
+
+docs: setup  ## Write docs/algorithms.md anew, with its pictures, from the code.
+	$(BIN)/python -m experiments.algorithm_pages
 
 clean:  ## Remove the virtual environment and caches (never runs/).
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,6 +1,7 @@
 """Every named algorithm, as a composition of parts.
 
-Notation: l = logp_new - logp_old, w = exp(l), s = exp(mean_t l), A the advantage, clip(u, A) =
+Notation: rows i of n_i policy tokens t, G of them; l = logp_new - logp_old, w = exp(l), s_i =
+exp(mean_t l), A the advantage, E_t the mean over all tokens, sg the stop-gradient, clip(u, A) =
 min(u A, clip(u, 1-low, 1+high) A). J is maximised. A default marked "a choice" is in no paper. All
 take `gates`, so that an importance correction goes with any of them:
 
@@ -64,7 +65,9 @@ Gates = Sequence[Any]
 
 @checks.factory('algorithm')
 def reinforce(gates: Gates = ()) -> Algorithm:
-    """J = E_t l (R - b), b the batch mean; one update per rollout (Williams 1992).
+    """REINFORCE with a baseline, one update per rollout (Williams 1992).
+
+        J = E_t l (R_i - b),  b the mean of all rewards
 
     Token mean; the textbook's sum over tokens differs by the mean length.
     """
@@ -78,7 +81,9 @@ def reinforce(gates: Gates = ()) -> Algorithm:
 
 @checks.factory('algorithm')
 def rloo(beta: float = 0.0, gates: Gates = ()) -> Algorithm:
-    """J = 1/G sum_i sum_t l A, A = r_i - mean of the prompt's other rows (2402.14740).
+    """REINFORCE whose baseline is the prompt's other answers (2402.14740).
+
+        J = 1/G sum_i sum_t l A_i,  A_i = r_i - mean of the prompt's other rows
 
     beta > 0 subtracts the k1 KL to the reference policy from the reward, as the paper does.
     """
@@ -93,7 +98,13 @@ def rloo(beta: float = 0.0, gates: Gates = ()) -> Algorithm:
 
 @checks.factory('algorithm')
 def reinforce_pp(eps: float = 0.2, beta: float = 1e-3, gates: Gates = ()) -> Algorithm:
-    """REINFORCE++: PPO clip, A z-scored over the whole batch, k1 KL in the reward (2501.03262)."""
+    """REINFORCE++: PPO's clip, z-scored over the whole batch instead of the group (2501.03262).
+
+        J = E_t clip(w, A_i),  A_i = (r_i' - mean of all r') / std of all r'
+        r_i' = r_i - beta sum_t (logp_behavior - logp_ref)
+
+    low and high are eps.
+    """
     return Algorithm(
         advantages=global_zscore(),
         shape=shaping.kl_in_reward(beta),
@@ -105,7 +116,9 @@ def reinforce_pp(eps: float = 0.2, beta: float = 1e-3, gates: Gates = ()) -> Alg
 
 @checks.factory('algorithm')
 def trpo(delta: float = 0.01, advantages: Estimator | None = None, gates: Gates = ()) -> Algorithm:
-    """max E[w A] subject to mean KL(old || new) <= delta, by natural gradient (1502.05477).
+    """Natural gradient within a bound on the KL (1502.05477).
+
+        max E_t w A  subject to  E_t KL(old || new) <= delta
 
     delta as published. `advantages` defaults to `group_mean_baseline()`, a choice; `gae(...)` uses
     a critic.
@@ -132,11 +145,13 @@ def ppo_clip(
     entropy_coefficient: float = 0.0,
     gates: Gates = (),
 ) -> Algorithm:
-    """J = E_t clip(w, A) - c1 1/2 (V - R)^2 + c2 S, A by GAE (1707.06347).
+    """PPO with a clipped ratio and a critic (1707.06347).
 
-    eps and lambda as published; gamma 1 and the coefficients are choices for language models.
-    outcome_weight, segment_weight, reference_beta: see `advantages.gae`; RLHF (2203.02155) has a
-    reference_beta of .02.
+        J = E_t [clip(w, A) - c1 1/2 (V - R)^2 + c2 S],  A by GAE, S the entropy
+
+    eps (low and high) and lambda as published; gamma 1 and the coefficients are choices for
+    language models. outcome_weight, segment_weight, reference_beta: see `advantages.gae`; RLHF
+    (2203.02155) has a reference_beta of .02.
     """
     return Algorithm(
         advantages=gae(
@@ -172,10 +187,12 @@ def ppo_penalty(
     reference_beta: float = 0.0,
     gates: Gates = (),
 ) -> Algorithm:
-    """J = E_t w A - beta (w - 1 - l); beta halves below target/1.5, doubles above 1.5 target.
+    """PPO with an adaptive KL penalty in place of the clip (1707.06347).
 
-    PPO's penalty form (1707.06347), KL(old || new) by the sample estimate. beta's start, target
-    and gamma are choices.
+        J = E_t [w A - beta (w - 1 - l) - c1 1/2 (V - R)^2],  A by GAE
+        beta halves where KL(old || new) < target / 1.5, doubles where it is > 1.5 target
+
+    w - 1 - l is the sample estimate of KL(old || new). beta's start, target and gamma are choices.
     outcome_weight, segment_weight, reference_beta: see `advantages.gae`.
     """
     return Algorithm(
@@ -202,9 +219,12 @@ def ppo_penalty(
 
 @checks.factory('algorithm')
 def grpo(eps: float = 0.2, beta: float = 0.04, gates: Gates = ()) -> Algorithm:
-    """J = 1/G sum_i 1/n_i sum_t clip(w, A) - beta k3, A the group z-score (2402.03300).
+    """GRPO: answers are compared with their group, no critic (2402.03300).
 
-    beta 0 leaves the reference policy out; eps is PPO's, the paper gives none.
+        J = 1/G sum_i 1/n_i sum_t [clip(w, A_i) - beta k3],  A_i = (r_i - mean) / std of the group
+        k3 = q/p - log(q/p) - 1,  q the reference, p the policy
+
+    beta 0 leaves the reference policy out; eps (low and high) is PPO's, the paper gives none.
     """
     return Algorithm(
         advantages=group_zscore(),
@@ -220,9 +240,11 @@ def grpo(eps: float = 0.2, beta: float = 0.04, gates: Gates = ()) -> Algorithm:
 
 @checks.factory('algorithm')
 def dr_grpo(length: int, eps: float = 0.2, gates: Gates = ()) -> Algorithm:
-    """J = 1/(G length) sum_i sum_t clip(w, A), A = r - mean of the group (2503.20783).
+    """GRPO without its two divisions, by row length and by std (2503.20783).
 
-    `length` is the generation budget in tokens, a constant: no division by row length or std.
+        J = 1/(G length) sum_i sum_t clip(w, A_i),  A_i = r_i - mean of the group
+
+    `length` is the generation budget in tokens, a constant. low and high are eps.
     """
     return Algorithm(
         advantages=group_mean_baseline(),
@@ -244,10 +266,13 @@ def dapo(
     filter_overlong: bool = False,
     gates: Gates = (),
 ) -> Algorithm:
-    """J = 1/sum n_i sum_i sum_t clip(w, A); clip-higher, dynamic sampling, soft overlong.
+    """DAPO: clip-higher, token mean, dynamic sampling, soft overlong penalty (2503.14476).
 
-    All values as published (2503.14476); rewards +1/-1; prompts that are all right or all wrong
-    are dropped and refilled; masking truncated rows is optional in the paper.
+        J = 1/sum n_i sum_i sum_t clip(w, A_i),  A_i = (r_i' - mean) / std of the group
+        r_i' = r_i + 0 up to max_length - cache tokens, falling to -1 at max_length, -1 beyond
+
+    All values as published; rewards +1/-1; prompts that are all right or all wrong are dropped and
+    refilled; masking truncated rows is optional in the paper.
     """
     overlong = shaping.soft_overlong(max_length, cache)
     return Algorithm(
@@ -262,7 +287,9 @@ def dapo(
 
 @checks.factory('algorithm')
 def gspo(low: float = 3e-4, high: float = 4e-4, gates: Gates = ()) -> Algorithm:
-    """J = 1/G sum_i clip(s_i, A_i), one ratio per row (2507.18071).
+    """GSPO: one ratio per row, the geometric mean of its tokens' (2507.18071).
+
+        J = 1/G sum_i clip(s_i, A_i),  A_i = (r_i - mean) / std of the group
 
     Published values, for long answers; answers of a few tokens need about .01 (calibrate).
     """
@@ -284,7 +311,9 @@ def gspo_token(
     advantages: Estimator | None = None,
     gates: Gates = (),
 ) -> Algorithm:
-    """J = 1/G sum_i 1/n_i sum_t clip(s_it, A_it), s_it = sg[s_i] pi_new/sg[pi_new] (2507.18071).
+    """GSPO with an advantage of each token's own (2507.18071).
+
+        J = 1/G sum_i 1/n_i sum_t clip(s_it, A_it),  s_it = sg[s_i] pi_new / sg[pi_new]
 
     Equals GSPO where the advantage is constant over a row, as with the default `group_zscore()`.
     """
@@ -303,10 +332,12 @@ def gspo_token(
 def gspo_turn(
     low: float = 3e-4, high: float = 4e-4, coefficient: float = 1.0, gates: Gates = ()
 ) -> Algorithm:
-    """GSPO with one ratio per turn: J = 1/G sum_i 1/n_i sum_k n_k clip(s_ik, A_ik).
+    """GSPO with one ratio per turn; an unpublished composition (after 2507.18071).
 
-    A_ik = outcome + coefficient * turn, each z-scored in the group. Unpublished composition; eps
-    is GSPO's, coefficient a choice.
+        J = 1/G sum_i 1/n_i sum_k n_ik clip(s_ik, A_ik),  s_ik = exp(mean of l over turn k)
+        A_ik = outcome_i + coefficient turn_ik, each z-scored in the group
+
+    eps is GSPO's, coefficient a choice.
     """
     return Algorithm(
         advantages=turn_rewards(coefficient),
@@ -327,9 +358,12 @@ def gspo_step(
     discount: float = 1.0,
     gates: Gates = (),
 ) -> Algorithm:
-    """GSPO with one ratio per reasoning step and process rewards to go as its advantage.
+    """GSPO with one ratio per reasoning step; an unpublished composition (after 2507.18071).
 
-    Unpublished composition; eps is GSPO's, the advantage that of GRPO's process supervision.
+        J = 1/G sum_i 1/n_i sum_k n_ik clip(s_ik, A_ik),  s_ik = exp(mean of l over step k)
+        A_ik = sum of the z-scored rewards of step k and those that follow
+
+    eps is GSPO's, the advantage that of GRPO's process supervision (2402.03300).
     """
     return Algorithm(
         advantages=process_rewards(mean, discount),
@@ -350,7 +384,10 @@ def magistral(
     cache: int | None = None,
     gates: Gates = (),
 ) -> Algorithm:
-    """DAPO's loss; A = r - mean of the group, z-scored over the minibatch's rows (2506.10910).
+    """DAPO's loss, with advantages z-scored over the minibatch's rows (2506.10910).
+
+        J = 1/sum n_i sum_i sum_t clip(w, A_i)
+        A_i = (a_i - mean of all a) / std of all a,  a_i = r_i - mean of the group
 
     Prompts with equal rewards are dropped. high .26-.28 as published; low .2 is a choice. With
     max_length and cache, in tokens, rewards lose a tenth of DAPO's soft overlong penalty.
@@ -373,7 +410,13 @@ def magistral(
 
 @checks.factory('algorithm')
 def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05, gates: Gates = ()) -> Algorithm:
-    """J = 1/G sum_i 1/n_i sum_t 4/tau sigmoid(tau (w-1)) A, a soft gate (2511.20347)."""
+    """SAPO: a soft gate in place of the clip (2511.20347).
+
+        J = 1/G sum_i 1/n_i sum_t 4/tau sigmoid(tau (w - 1)) A_i,  A_i = (r_i - mean) / std
+        slope in w: sech^2(tau/2 (w - 1)) A_i
+
+    tau is tau_positive where A > 0, else tau_negative; both as published.
+    """
     return Algorithm(
         advantages=group_zscore(),
         loss=policy_loss(
@@ -394,11 +437,14 @@ def vc_ppo(
     value_clip: float | None = None,
     gates: Gates = (),
 ) -> Algorithm:
-    """PPO-clip with decoupled GAE; the critic is pretrained with the policy fixed (2503.01491).
+    """VC-PPO: PPO with decoupled GAE and a pretrained critic (2503.01491).
+
+        J = E_t [clip(w, A) - c1 1/2 (V - R)^2]
+        A by GAE(gamma 1, lam),  R by GAE(gamma 1, critic_lam) + V
 
     lambdas and gamma 1 as published; value_coefficient and value_clip are choices. critic_lam None
-    takes the policy's lambda: GAE that is not decoupled. The pretraining is `Learner.value_update`,
-    and a run's `critic.pretrain`.
+    takes the policy's lambda: GAE that is not decoupled. The pretraining, with the policy fixed, is
+    `Learner.value_update`, and a run's `critic.pretrain`.
     """
     return Algorithm(
         advantages=gae(1.0, lam, critic_lam),
@@ -424,18 +470,21 @@ def vapo(
     per_token: bool = True,
     gates: Gates = (),
 ) -> Algorithm:
-    """Token-mean clip-higher PPO, lambda = 1 - 1/(alpha n), NLL on correct rows (2504.05118).
+    """VAPO: token-mean clip-higher PPO, lambda by length, NLL on correct rows (2504.05118).
+
+        J = E_t [clip(w, A) - c1 1/2 (V - R)^2] + nll E_t+ logp_new,  t+ tokens of correct rows
+        A by GAE(gamma 1, lambda_i = 1 - 1/(alpha n_i) in [0, 1]),  R by lambda = critic_lam
 
     All values as published but value_coefficient and value_clip, choices. The parts that the paper
     leaves out one by one are arguments, or sections of a run's config:
 
-      decoupled GAE: critic_lam=None takes the policy's lambda for the critic.
-      length-adaptive GAE: alpha=None, lam=.95 is one lambda for all lengths.
-      clip-higher: high=low.
-      token-level loss: per_token=False takes the mean over rows of their tokens' means, in the
-        policy term.
-      NLL on correct rows: nll=0.
-      value pretraining, group sampling: `critic.pretrain`, `rollout.group_size`.
+    - decoupled GAE: critic_lam=None takes the policy's lambda for the critic.
+    - length-adaptive GAE: alpha=None, lam=.95 is one lambda for all lengths.
+    - clip-higher: high=low.
+    - token-level loss: per_token=False takes the mean over rows of their tokens' means, in the
+      policy term.
+    - NLL on correct rows: nll=0.
+    - value pretraining, group sampling: `critic.pretrain`, `rollout.group_size`.
 
     Raises ValueError for alpha beside lam, and for neither.
     """
@@ -468,10 +517,13 @@ def vapo(
 def deepseek_v32(
     eps: float = 0.2, beta: float = 1e-3, delta: float = 0.5, gates: Gates = ()
 ) -> Algorithm:
-    """J = 1/G sum_i 1/n_i sum_t clip(w, A) M_i - beta w k3, A = r - mean (2512.02556).
+    """DeepSeek-V3.2: GRPO with an off-policy row mask and the unbiased KL (2512.02556).
 
-    M_i drops rows with A < 0 whose drift from the sampler exceeds delta; w k3 is the unbiased KL.
-    eps, beta and delta are unpublished: choices.
+        J = 1/G sum_i 1/n_i sum_t [clip(w, A_i) M_i - beta w k3],  A_i = r_i - mean of the group
+        M_i = 0 where A_i < 0 and mean_t (logp_behavior - logp_new) > delta, else 1
+
+    w k3 is differentiated through w, which makes it unbiased. Routing and kept ids are replayed.
+    eps (low and high), beta and delta are unpublished: choices.
     """
     return Algorithm(
         advantages=group_mean_baseline(),
@@ -487,7 +539,9 @@ def deepseek_v32(
 
 @checks.factory('algorithm')
 def cispo(cap: float = 5.0, gates: Gates = ()) -> Algorithm:
-    """J = 1/sum n_i sum_i sum_t sg[min(w, cap)] A l: every token keeps its gradient (2506.13585).
+    """CISPO: the weight is truncated, and every token keeps its gradient (2506.13585).
+
+        J = 1/sum n_i sum_i sum_t sg[min(w, cap)] A_i l,  A_i = (r_i - mean) / std of the group
 
     The paper publishes no cap; 5 is commonly used.
     """
@@ -504,7 +558,9 @@ def cispo(cap: float = 5.0, gates: Gates = ()) -> Algorithm:
 
 @checks.factory('algorithm')
 def minirl(low: float = 0.2, high: float = 0.27, gates: Gates = ()) -> Algorithm:
-    """J = 1/G sum_i sum_t M sg[pi_new/pi_behavior] A l, A = r - mean (2512.01374).
+    """MiniRL: REINFORCE weighted against the sampler, with PPO's clip as a mask (2512.01374).
+
+        J = 1/G sum_i sum_t M sg[pi_new / pi_behavior] A_i l,  A_i = r_i - mean of the group
 
     M stops what PPO's clip on pi_new/pi_old would stop; no length normalisation.
     """
@@ -525,7 +581,13 @@ def minirl(low: float = 0.2, high: float = 0.27, gates: Gates = ()) -> Algorithm
 
 @checks.factory('algorithm')
 def gmpo(clip: float = 0.4, gates: Gates = ()) -> Algorithm:
-    """J = 1/G sum_i A exp(mean_t l'), l' = l cut at +clip (A > 0) or -clip (A < 0) (2507.20673)."""
+    """GMPO: GSPO's ratio of tokens that are cut one by one, inside the mean (2507.20673).
+
+        J = 1/G sum_i A_i exp(mean_t l'),  A_i = (r_i - mean) / std of the group
+        l' = l cut to +clip where A_i > 0 and to -clip where A_i < 0
+
+    clip as published, in nats.
+    """
     return Algorithm(
         advantages=group_zscore(),
         loss=policy_loss(

@@ -14,6 +14,12 @@ def algorithm(name: str, **kwargs) -> po.Algorithm:
     return po.algorithms.resolve(name, **REQUIRED.get(name, {}), **kwargs)
 
 
+def told(table: dict, name: str, where: str):
+    """What a table of the suites says of an algorithm; a new one is put there by hand."""
+    assert name in table, f'{name} is new: put it into {where}'
+    return table[name]
+
+
 def random_mask(rng, rows: int, width: int) -> np.ndarray:
     """Prompt, answer with gaps (tool output), padding; one empty row and one of one token."""
     mask = np.zeros((rows, width), np.int32)

@@ -30,6 +30,7 @@ from policyopt.asynchronous import AsyncConfig
 from policyopt.checkpoint import Checkpoints, Progress
 from policyopt.rollout import RolloutConfig, make_collector
 from policyopt.sampling import EngineConfig, SamplingConfig
+from tests import pages
 from tests.test_checkpoint import Config, same
 from tests.test_quickstart import get_config
 from tests.test_resume import check_resume
@@ -355,6 +356,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bytes(tmp_path, capsys):
     )
     check_resume(config, tmp_path, [2], capsys)
     steps = [r for r in metrics.read(tmp_path / 'whole' / 'metrics.jsonl') if r['stage'] == 'rl']
+    assert not pages.undocumented_of(tmp_path / 'whole')
     assert sum(r['rewards/timed_out'] for r in steps) > 0
     assert steps[-1]['staleness'] > 0 < steps[-1]['async/running'] and steps[-1]['loss'] != 0
 

@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 import policyopt as po
 from policyopt import batches, evaluate, metrics, recipe, rollout, settings, train
 from policyopt.models.tokenizer import Tokenizer as Saved
+from tests import pages
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / 'configs'
@@ -263,6 +264,7 @@ def run(config, workdir):
     assert [r['step'] for r in stages['rl']] == [1, 2]
     assert [r['step'] for r in stages['evaluation']] == [0, 1, 2]
     assert stages['result'][0]['after'] == result.after.value
+    assert not pages.undocumented_of(workdir)
     for record in stages['rl']:
         assert all(v is not None for v in record.values()), record  # all finite
         assert record['skipped'] == 0 and record['update_norm'] > 0

@@ -21,6 +21,7 @@ from tests.batches import (
     random_arrays,
     rollout,
     token_batch,
+    told,
 )
 
 every_algorithm = pytest.mark.parametrize('name', ALGORITHMS)
@@ -32,11 +33,15 @@ AGGREGATE = {  # how each algorithm weighs its tokens
     'sequence_sum': 'minirl rloo',
     'constant_length': 'dr_grpo',
 }
+CRITIC = ('ppo_clip', 'ppo_penalty', 'vapo', 'vc_ppo')  # advantages from values
+ROW_RATIO = ('gmpo', 'gspo')  # whose ratio, and so whose gradient, is one for all tokens of a row
+SEGMENT_RATIO = ('gspo_step', 'gspo_turn')  # or of a segment
 GRADED = ('logp_new', 'values')
 
 
 def numpy_weights(name: str, mask: np.ndarray) -> np.ndarray:
-    kind = next(k for k, names in AGGREGATE.items() if name in names.split())
+    kinds = {n: kind for kind, names in AGGREGATE.items() for n in names.split()}
+    kind = told(kinds, name, 'AGGREGATE of tests/test_contract.py')
     n = mask.sum(1, keepdims=True)
     rows = max((n > 0).sum(), 1)
     if kind == 'token_mean':
@@ -224,7 +229,7 @@ def test_eight_devices_equal_one(name):
     assert_same((loss2, grads2), (loss, grads), size(name, arrays, grads))
 
 
-GROUP_BASELINE = [n for n in ALGORITHMS if n not in ('ppo_clip', 'ppo_penalty', 'vc_ppo', 'vapo')]
+GROUP_BASELINE = [n for n in ALGORITHMS if n not in CRITIC]
 
 
 @functools.cache
@@ -285,10 +290,10 @@ def test_importance_corrections_go_with_any(name, correction):
     if name == 'minirl':
         weight = weight * rho
     term = numpy_weights(name, arrays['mask']) * weight * arrays['advantages']
-    if name in ('gspo', 'gmpo'):  # one ratio a row: its tokens share the gated sum
+    if name in ROW_RATIO:  # its tokens share the gated sum
         n = np.maximum(arrays['mask'].sum(1, keepdims=True), 1)
         term = arrays['mask'] * term.sum(1, keepdims=True) / n
-    if name in ('gspo_turn', 'gspo_step'):
+    if name in SEGMENT_RATIO:
         same = arrays['segment'][:, :, None] == arrays['segment'][:, None, :]
         same = same * arrays['mask'][:, None, :]
         term = arrays['mask'] * (same * term[:, None, :]).sum(-1) / np.maximum(same.sum(-1), 1)

@@ -16,6 +16,7 @@ import pytest
 import policyopt as po
 from policyopt import batches, commands, data, evaluate, metrics, recipe, reinforce, train
 from policyopt import workdir as workdir_lib
+from tests import pages
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUICKSTART = ROOT / 'configs' / 'quickstart.py'
@@ -52,6 +53,7 @@ def check_run(result, workdir, config):
     step = next(r for r in records if r['stage'] == 'rl')
     assert {'reward', 'accuracy', 'length', 'loss', 'entropy', 'moe/load_max'} <= set(step)
     assert all(v is not None for v in step.values())
+    assert not pages.undocumented_of(workdir)
     assert abs(step['kl_behavior/k3']) < 1  # sampler and learner agree on what was drawn
     assert result.curves.read_bytes()[:4] == b'\x89PNG'
     saved = batches.load_batch(workdir / 'batches' / f'batch_{config["steps"]:06d}.npz')

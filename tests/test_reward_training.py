@@ -19,6 +19,7 @@ from policyopt import (
 from policyopt.data import Item
 from policyopt.preferences import PreferencesConfig
 from policyopt.rewards.scored import read_calibration
+from tests import pages
 from tests.runs import finished_run  # noqa: F401, a fixture
 from tests.test_quickstart import ROOT
 from tests.test_resume import killed_after, same_end
@@ -142,6 +143,7 @@ def test_a_run_with_four_models_goes_on_with_the_same_bytes(tmp_path, capsys):
     train.run(train.start(c, workdir), workdir)
     assert 'reward model: right on' in capsys.readouterr().out
     records = metrics.read(workdir / 'metrics.jsonl')
+    assert not pages.undocumented_of(workdir)
     stages = list(dict.fromkeys(r['stage'] for r in records))
     assert stages == ['warm_start', 'evaluation', 'preferences', 'rl', 'result']
     for step in (r for r in records if r['stage'] == 'rl'):

@@ -16,6 +16,7 @@ from policyopt.answers import draw
 from policyopt.rewards import Local, Verdict
 from policyopt.rollout import RolloutConfig, make_collector
 from policyopt.sampling import EngineConfig, Finish, Reply, SamplingConfig, Turn
+from tests import pages
 from tests.bigram import Bigram, Config, chain
 from tests.test_resume import check_resume
 from tests.test_sampling_environments import Scripted
@@ -262,6 +263,7 @@ def test_a_run_with_turns_goes_on_with_the_same_bytes(tmp_path, capsys):
     config['rollout']['engine'].update(time_limit=2.0, grace=0.001)
     check_resume(config, tmp_path, [1], capsys)
     records = metrics.read(tmp_path / 'whole' / 'metrics.jsonl')
+    assert not pages.undocumented_of(tmp_path / 'whole')
     steps = [r for r in records if r['stage'] == 'rl']
     assert sum(r['turns/late'] + r['turns/failed'] + r['turns/overflow'] for r in steps) > 0
     assert all(r['turns/mean'] > 1 for r in steps)
