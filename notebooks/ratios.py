@@ -176,14 +176,16 @@ assert 0.7 < replayed[moved].std() / replayed[~moved].std() < 1.4  # nothing spe
 # %%
 colours = dict(zip(log_ratios, (BLUE, GREEN, RED), strict=True))
 figure, axis = plt.subplots(figsize=(7, 3.4), layout='constrained')
-bins = np.linspace(-0.5, 0.5, 81)
 for name, x in log_ratios.items():
+    size = np.sort(np.abs(x), axis=None)[::-1]
     label = f'{name}: standard deviation {spread[name]:.3f}'
-    axis.hist(x.ravel(), bins, histtype='step', lw=1.5, color=colours[name], label=label)
-axis.set(yscale='log', xlabel='log ratio of a token, new / old', ylabel='tokens')
-axis.set_title(f'The same update of {DRIFT:.0%}, with and without replay of the experts')
-axis.legend(frameon=False, fontsize=8, loc='upper left')
-axis.set_ylim(0.7, 2e4)
+    axis.plot(size, (np.arange(size.size) + 1) / size.size, color=colours[name], label=label)
+axis.set(xscale='log', yscale='log', xlabel='x', xlim=(1e-3, None))
+axis.set_ylabel('tokens with |log new / old| > x')
+axis.set_title(
+    f'The same update of {DRIFT:.0%}, with and without replay of the experts', fontsize=10
+)
+axis.legend(frameon=False, fontsize=8, loc='lower left')
 plt.show()
 
 # %% [markdown]
