@@ -91,10 +91,10 @@ at = np.arange(6)
 axis.bar(at - 0.2, full, 0.4, color=RED, label='scored on the whole vocabulary')
 axis.bar(at + 0.2, replayed, 0.4, color=BLUE, label='scored on the kept ids')
 axis.axvspan(2.5, 5.5, color='0.93', zorder=0)
-axis.text(4, 0.5, 'never drawn', ha='center', color='0.4')
+axis.text(4, 0.2, 'never drawn', ha='center', color='0.4')
 axis.axhline(0, color='k', lw=0.8)
 axis.set(xlabel='token', ylabel='gradient in its logit', title='grad log-prob of token 0')
-axis.legend(frameon=False, fontsize=8, loc='upper center')
+axis.legend(frameon=False, fontsize=8, loc='upper right')
 plt.show()
 
 # %% [markdown]
