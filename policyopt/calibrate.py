@@ -1,292 +1,62 @@
-"""Choose the clip range and the group size from a saved batch, in a notebook or as a command.
+"""What a run says about its settings: clip range, group size, and signs that it goes wrong.
 
-    python -m policyopt.calibrate runs/a/batches/batch_000040.npz --figure rates.png
+    python -m policyopt.calibrate runs/quickstart
+    python -m policyopt.calibrate runs/a/batches/batch_000040.npz --figures=figures
 
-A clip range only means something against the spread of the ratio it clips: published GSPO ranges
-(3e-4, 4e-4) come from answers of thousands of tokens and clip almost everything on short ones. From
-the ratios of responses, s_i = exp(mean_t l_t), or of tokens, w_t = exp(l_t), and their advantages:
-
-    eps_high(q) = quantile_{1-q}{u - 1 | A > 0}      eps_low(q) = quantile_{1-q}{1 - u | A < 0}
-
-is the range at which the share q of each side is clipped. Everything here is numpy in float64.
+Of a run, finished or not, the newest saved batch gives the clip range and the group size, its
+records the signs; the figures go into its folder. Of a batch alone there are no signs.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from policyopt import checks
-from policyopt.batches import (
-    BatchError,
-    check_batch,
-    find_batch,
-    load_batch,
-    log_ratio,
-    per_token,
-    solve_rates,
-)
-from policyopt.batches import save_batch as save_batch
+from policyopt import runs, signs
+from policyopt.batches import BatchError, find_batch, load_batch, solve_rates
+from policyopt.calibration import Calibration, check_share, epsilon, group_size
+from policyopt.runs import Run
+from policyopt.workdir import RECORDS
 
-FLOOR = 1e-6  # smallest eps suggested; float32 ratios resolve little below
-STILL = 2e-5  # |log-ratio| that sampler and scorer differ by at the same weights, in float32
-TAIL = 5  # fewest responses expected beyond a quantile that is worth using
+FIGURES = 'calibration'  # folder in that of the run
+RANGE = 'clip_range.png'
 GRID = np.geomspace(1e-6, 10, 141)  # eps of the drawn curves, 20 a decade
-_SHOWN = (1e-5, 1e-4, 3e-4, 4e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.28, 1.0)
+SHOWN = (1e-5, 1e-4, 3e-4, 4e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.28, 1.0)
 
 
-# ---------------------------------------------------------------- clip range
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """One side of the clip range: what has A > 0 (high) or A < 0 (low).
+class Source(NamedTuple):
+    """What a path names.
 
     Attributes:
-      eps: suggestion, the quantile but at least 1e-6; NaN where the side has no response.
-      quantile: 1-q quantile of the excess.
-      interval: bootstrap interval of eps over responses.
-      responses: how many responses the side has.
-      excess: [n] u - 1 (high) or 1 - u (low) of each ratio u, ascending.
-      per_response: [n] weight of each ratio such that every response weighs 1.
-      per_token: [n] weight of each ratio, the tokens it stands for.
+      run: None for a batch alone.
+      path: of the batch; None for a run that has saved none yet.
     """
 
-    eps: float
-    quantile: float
-    interval: tuple[float, float]
-    responses: int
-    excess: np.ndarray
-    per_response: np.ndarray
-    per_token: np.ndarray
-
-    def rate(self, eps: Any, per: str = 'response') -> np.ndarray:
-        """Share clipped at eps (scalar or array), exactly; NaN where the side is empty.
-
-        Args:
-          eps: clip range of this side.
-          per: 'response', the mean over responses of the share of their ratios that is clipped, or
-            'token', the share of tokens whose ratio is clipped.
-        """
-        weights = {'response': self.per_response, 'token': self.per_token}[per]
-        if not weights.size:
-            return np.full(np.shape(eps), np.nan)
-        ends = np.concatenate([[0.0], np.cumsum(weights)])
-        return (ends[-1] - ends[np.searchsorted(self.excess, eps, side='right')]) / ends[-1]
+    run: Run | None
+    path: Path | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """Clip range of one kind of ratio.
+def find(path: Path) -> Source:
+    """The run in a folder with its newest batch, or a batch, or the newest one of a folder of them.
 
-    Attributes:
-      level: 'sequence' (s_i) or 'token' (w_t).
-      q: share of each side that the suggestion clips.
-      low, high: sides A < 0 and A > 0.
-      rows: rows used: those of minibatches 2..N, or all where no index was saved.
-      warnings: what makes the numbers doubtful, one sentence each.
+    Raises BatchError or ValueError where there is none.
     """
-
-    level: str
-    q: float
-    low: Side
-    high: Side
-    rows: int
-    warnings: tuple[str, ...]
-
-    @property
-    def sides(self) -> tuple[Side, Side]:
-        """(low, high)."""
-        return self.low, self.high
+    run = runs.read(path) if (path / RECORDS).is_file() else None
+    try:
+        return Source(run, find_batch(path))
+    except BatchError:
+        if run is None:
+            raise
+        return Source(run, None)
 
 
-def epsilon(
-    batch: Mapping[str, Any],
-    level: str = 'sequence',
-    *,
-    quantile: float = 0.1,
-    resamples: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> Calibration:
-    """Clip range at which a share of each side would be clipped, with rate-against-eps curves.
-
-    Uses active ratios (A != 0) of minibatches 2..N: in the first the ratio is 1. At sequence level
-    a row's advantage is its mean over the mask. The interval resamples responses, so that tokens of
-    one response stay together. It can't know whether the batch is typical: calibrate on a few.
-
-    Args:
-      batch: fields of `save_batch`, as from `load_batch`.
-      level: 'sequence' for s_i = exp(mean_t l_t), 'token' for w_t.
-      quantile: q, the share to clip; in (0, 1).
-      resamples: bootstrap resamples.
-      confidence: coverage of the interval.
-      seed: of the bootstrap.
-
-    Raises:
-      BatchError: the batch is unusable, or has only first minibatches.
-      ValueError: level or a number is not legal.
-    """
-    if level not in ('sequence', 'token'):
-        raise ValueError(f'level={level!r}.{checks.nearest(level, ("sequence", "token"))}')
-    _share('quantile', quantile)
-    _share('confidence', confidence)
-    if resamples < 1:
-        raise ValueError(f'resamples={resamples!r}, legal is 1 or more')
-    batch, warnings = check_batch(batch), []
-    mask = batch['mask'] != 0
-    used = mask.any(-1)
-    if (index := batch.get('minibatch')) is None:
-        warnings.append('no `minibatch` index: first minibatches, of ratio 1, pull eps to 0')
-    else:
-        used &= index >= 2
-        if not used.any():
-            raise BatchError('every row is of minibatch 1, where ratios are 1: use 2 or more')
-    ratios, advantages = log_ratio(batch)[used], per_token(batch['advantages'], mask)[used]
-    row, tokens, excess, side = _units(ratios, advantages, mask[used], level)
-    if level == 'sequence' and (mixed := _mixed_rows(advantages, mask[used])):
-        warnings.append(f'advantages vary within {mixed} rows: their means are used')
-    still = not np.abs(ratios).max(initial=0) > STILL
-    if still:
-        warnings.append(f'nothing moved: no |log-ratio| above {STILL:g}, the float32 rounding')
-
-    sides = {}
-    for name, sign in (('low', -1), ('high', 1)):
-        on = side == sign
-        rng = np.random.default_rng([seed, sign + 1])
-        options = (quantile, resamples, confidence, rng)
-        sides[name] = found = _side(sign * excess[on], row[on], tokens[on], *options)
-        warnings += _doubts(found, name, 'A > 0' if sign > 0 else 'A < 0', quantile, still)
-    return Calibration(
-        level=level, q=quantile, rows=int(used.sum()), warnings=tuple(warnings), **sides
-    )
-
-
-def _units(log_ratios, advantages, mask, level):
-    """Row, token count, ratio minus 1, and sign of the advantage, of each active ratio."""
-    if level == 'token':
-        row, column = np.nonzero(mask)
-        excess, sign = np.expm1(log_ratios[row, column]), np.sign(advantages[row, column])
-        tokens = np.ones(row.size)
-    else:
-        tokens = mask.sum(-1).astype(float)
-        row, excess = np.arange(len(mask)), np.expm1(log_ratios.sum(-1) / tokens)
-        sign = np.sign(np.where(mask, advantages, 0).sum(-1))
-    active = sign != 0
-    return row[active], tokens[active], excess[active], sign[active]
-
-
-def _side(excess, row, tokens, q, resamples, confidence, rng) -> Side:
-    if not excess.size:
-        return Side(np.nan, np.nan, (np.nan, np.nan), 0, excess, excess, tokens)
-    rows, cluster, per_row = np.unique(row, return_inverse=True, return_counts=True)
-    order = np.argsort(excess, kind='stable')
-    excess, cluster, tokens = excess[order], cluster[order], tokens[order]
-    quantile = float(np.quantile(excess, 1 - q))
-    draws = [_resampled_quantile(excess, cluster, rows.size, 1 - q, rng) for _ in range(resamples)]
-    tails = (1 - confidence) / 2, (1 + confidence) / 2
-    low, high = np.maximum(np.quantile(draws, tails), FLOOR)
-    return Side(
-        eps=max(quantile, FLOOR),
-        quantile=quantile,
-        interval=(float(low), float(high)),
-        responses=rows.size,
-        excess=excess,
-        per_response=1 / per_row[cluster],
-        per_token=tokens,
-    )
-
-
-def _resampled_quantile(ordered, cluster, n, q, rng) -> float:
-    """np.quantile of one bootstrap sample of the n clusters, without building the sample."""
-    times = np.bincount(rng.integers(n, size=n), minlength=n)
-    ends = np.cumsum(times[cluster])
-    place = q * (ends[-1] - 1)
-    low, high = ordered[np.searchsorted(ends, [np.floor(place), np.ceil(place)], side='right')]
-    return low + (place - np.floor(place)) * (high - low)
-
-
-def _doubts(side: Side, name: str, which: str, q: float, still: bool) -> list[str]:
-    if not side.responses:
-        return [f'eps_{name}: no response with {which}']
-    doubts = []
-    if side.responses * q < TAIL:
-        need = int(np.ceil(TAIL / q))
-        doubts.append(f'eps_{name}: {side.responses} responses with {which}, below {need}: noisy')
-    if side.quantile < 0 and not still:
-        way = 'lowered' if which == 'A > 0' else 'raised'
-        doubts.append(
-            f'eps_{name}: negative quantile {side.quantile:.2g}: updates {way} the probability of '
-            f'{1 - q:.0%} or more of what has {which}, the wrong way'
-        )
-    return doubts
-
-
-def _mixed_rows(advantages, mask) -> int:
-    high = np.where(mask, advantages, -np.inf).max(-1, initial=-np.inf)
-    low = np.where(mask, advantages, np.inf).min(-1, initial=np.inf)
-    return int(np.sum(high > low))
-
-
-def _share(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f'{name}={value!r}, legal is above 0 and below 1')
-
-
-# ---------------------------------------------------------------- group size
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupSize:
-    """Smallest group that is seldom degenerate.
-
-    Attributes:
-      size: smallest G whose expected degenerate share is at most the target; None up to the bound.
-      curve: [bound] expected share of degenerate groups for G = 1, 2, ..., bound.
-      floor: share of prompts solved always or never, which no group size gets below.
-    """
-
-    size: int | None
-    curve: np.ndarray
-    floor: float
-
-
-def group_size(rates: Any, degenerate: float = 0.1, bound: int = 1024) -> GroupSize:
-    """Smallest G with E_p[p^G + (1-p)^G] <= degenerate, over measured solve rates p of prompts.
-
-    A group of G answers that are all right or all wrong has no advantage. Rates measured from few
-    answers are too often exactly 0 or 1, which makes this pessimistic.
-
-    Args:
-      rates: [n] solve rates in [0, 1].
-      degenerate: largest expected share of degenerate groups, in (0, 1).
-      bound: largest G tried.
-
-    Raises:
-      ValueError: no rate, a rate outside [0, 1], or an argument that is not legal.
-    """
-    rates = np.asarray(rates, np.float64)
-    _share('degenerate', degenerate)
-    if rates.ndim != 1 or not rates.size or not ((rates >= 0) & (rates <= 1)).all():
-        raise ValueError(f'rates must be [n] in [0, 1] with n >= 1, got shape {rates.shape}')
-    if bound < 1:
-        raise ValueError(f'bound={bound!r}, legal is 1 or more')
-    p, times = np.unique(rates, return_counts=True)
-    g = np.arange(1, bound + 1)[:, None]
-    curve = (p**g + (1 - p) ** g) @ times / rates.size
-    fits = np.flatnonzero(curve <= degenerate)
-    floor = float(times[(p == 0) | (p == 1)].sum() / rates.size)
-    return GroupSize(int(fits[0]) + 1 if fits.size else None, curve, floor)
-
-
-# ---------------------------------------------------------------- command
+# ---------------------------------------------------------------- figures
 
 
 def draw(calibrations: Sequence[Calibration], path: str | os.PathLike) -> None:
@@ -307,20 +77,57 @@ def draw(calibrations: Sequence[Calibration], path: str | os.PathLike) -> None:
     figure.savefig(path)
 
 
-def _print(path: Path, found: Sequence[Calibration], size: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def draw_all(
+    folder: Path,
+    calibrations: Sequence[Calibration],
+    found: Sequence[tuple[signs.Sign, signs.Found]],
+    run: Run | None,
+) -> set[str]:
+    """Draw clip rates and every sign that the run has numbers of; names of the files.
 
-    def add(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    Raises ImportError without matplotlib.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = set()
+    if calibrations:
+        draw(calibrations, folder / RANGE)
+        names.add(RANGE)
+    for sign, verdict in found:
+        assert run is not None
+        if signs.draw(folder / f'{sign.name}.png', sign, verdict, run):
+            names.add(f'{sign.name}.png')
+    return names
+
+
+# ---------------------------------------------------------------- text
+
+
+class Page:
+    """Text and tables on standard output."""
+
+    def __init__(self):
+        from rich.console import Console
+
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print a line."""
+        self._console.print(text, style=style)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table; '-' stands for what is NaN."""
+        from rich.table import Table
+
         table = Table(title=title, title_justify='left')
         for column in columns:
             table.add_column(column, justify='right')
         for row in rows:
             table.add_row(*('-' if 'nan' in cell else cell for cell in row))
-        console.print(table)
+        self._console.print(table)
 
-    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-    console.print(f'{path}: {found[0].rows} rows used')
+
+def say_ranges(page: Page, found: Sequence[Calibration], own: Sequence[float]) -> None:
+    """Suggested clip ranges, and shares clipped at others, the run's own ones among them."""
     rows = []
     for each in found:
         for name, side in (('low', each.low), ('high', each.high)):
@@ -328,21 +135,29 @@ def _print(path: Path, found: Sequence[Calibration], size: str) -> None:
             numbers = (str(side.responses), f'{side.eps:.3g}', interval, f'{side.quantile:.3g}')
             rows.append((each.level, f'eps_{name}', *numbers))
     columns = ('ratio', 'side', 'responses', 'eps', '95% interval', 'quantile')
-    add(f'Clip range that clips {found[0].q:.0%} of each side', columns, rows)
+    page.table(f'Clip range that clips {found[0].q:.0%} of each side', columns, rows)
+    shown = sorted({*SHOWN, *own})
     for each in found:
-        curves = [side.rate(_SHOWN, per) for per in ('response', 'token') for side in each.sides]
+        curves = [side.rate(shown, per) for per in ('response', 'token') for side in each.sides]
         rows = [
-            (f'{eps:g}', *(f'{curve[i]:.1%}' for curve in curves)) for i, eps in enumerate(_SHOWN)
+            (f'{eps:g}{" *" if eps in own else ""}', *(f'{curve[i]:.1%}' for curve in curves))
+            for i, eps in enumerate(shown)
         ]
         columns = ('eps', 'low/response', 'high/response', 'low/token', 'high/token')
-        add(f'Share clipped against eps, {each.level} ratio', columns, rows)
-    console.print(f'Group size: {size}')
-    for each in found:
-        for warning in each.warnings:
-            console.print(f'warning: {each.level}: {warning}', style='yellow')
+        page.table(f'Share clipped against eps, {each.level} ratio', columns, rows)
+    if own:
+        page.say('* of the config')
 
 
-def _group_size_line(batch: Mapping[str, Any], degenerate: float) -> str:
+def own_range(run: Run | None) -> list[float]:
+    """Bounds of the clip that a run's config names, ascending; [] where it names none."""
+    named: Any = {} if run is None else run.config.get('algorithm_kw') or {}
+    found = {named[name] for name in ('low', 'high', 'clip') if name in named}
+    return sorted(float(x) for x in found if isinstance(x, int | float))
+
+
+def group_size_line(batch: Mapping[str, Any], degenerate: float, own: int | None = None) -> str:
+    """The group size for a batch's solve rates, in words, beside that of the run."""
     try:
         rates = solve_rates(batch)
     except BatchError as error:
@@ -350,53 +165,116 @@ def _group_size_line(batch: Mapping[str, Any], degenerate: float) -> str:
     found = group_size(rates, degenerate)
     what = f'at most {degenerate:.3g} of the groups all right or all wrong'
     if found.size is None:
-        return (
+        text = (
             f'none up to {found.curve.size} leaves {what}: '
             f'{found.floor:.3g} of the prompts were solved always or never'
         )
-    return f'{found.size} is the smallest with {what} ({found.curve[found.size - 1]:.3g} expected)'
+    else:
+        share = found.curve[found.size - 1]
+        text = f'{found.size} is the smallest with {what} ({share:.3g} expected)'
+    if own is not None and own <= found.curve.size:
+        text += f"; the run's {own} leaves {found.curve[own - 1]:.3g}"
+    return text
+
+
+def sign_lines(
+    found: Sequence[tuple[signs.Sign, signs.Found]], folder: Path | None, drawn: set[str]
+) -> Iterator[tuple[str, str | None]]:
+    """Lines of all signs, warnings first, with styles."""
+    order = (signs.WARNING, signs.FINE, signs.UNKNOWN)
+    for sign, each in sorted(found, key=lambda pair: order.index(pair[1].verdict)):
+        style = 'yellow' if each.verdict == signs.WARNING else None
+        yield f'{each.verdict}: {sign.title}: {each.text}', style
+        if each.verdict != signs.UNKNOWN:
+            yield f'  warns: {sign.bound} ({sign.source})', None
+        if each.verdict == signs.WARNING:
+            yield f'  try: {sign.advice}', None
+        if folder is not None and f'{sign.name}.png' in drawn:
+            yield f'  figure: {folder / sign.name}.png', None
+
+
+# ---------------------------------------------------------------- command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code, 2 with a message on standard error for bad input."""
-    parser = argparse.ArgumentParser(
+    options = parser().parse_args(argv)
+    try:
+        check_share('degenerate', options.degenerate)
+        check_share('quantile', options.quantile)
+        run, path = find(options.path)
+        batch = None if path is None else load_batch(path)
+        ranges = []
+        if batch is not None:
+            ranges = [
+                epsilon(batch, level, quantile=options.quantile, seed=options.seed)
+                for level in ('sequence', 'token')
+            ]
+        found = [] if run is None else signs.judge(run, batch)
+        folder = options.figures or (None if run is None else run.folder / FIGURES)
+        drawn: set[str] = set()
+        if folder is not None:
+            drawn = draw_all(folder, ranges, found, run)
+    except (ValueError, OSError) as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 2
+    except ImportError:
+        print("error: figures need matplotlib: pip install 'policyopt[figures]'", file=sys.stderr)
+        return 2
+    page = Page()
+    if batch is None:
+        page.say(f'{options.path}: no batch saved yet (a run saves one at its end): no clip range')
+    else:
+        page.say(f'{path}: {ranges[0].rows} rows used')
+        say_ranges(page, ranges, own_range(run))
+        if RANGE in drawn:
+            page.say(f'figure: {folder}/{RANGE}')
+        size = {} if run is None else run.config.get('rollout') or {}
+        line = group_size_line(batch, options.degenerate, size.get('group_size'))
+        if run is not None and run.config.get('dynamic_sampling'):
+            line += '; dynamic_sampling had dropped groups of equal rewards, so it would be more'
+        page.say(f'Group size: {line}')
+    for each in ranges:
+        for warning in each.warnings:
+            page.say(f'warning: {each.level}: {warning}', 'yellow')
+    if run is not None:
+        page.say(f'\nSigns after {run.steps} RL steps (the mean of the last tenth)')
+        for line, style in sign_lines(found, folder, drawn):
+            page.say(line, style)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
         prog='python -m policyopt.calibrate',
-        description='Suggest clip ranges and a group size from a saved batch of a run.',
+        description='Suggest clip ranges and a group size from a saved batch of a run, and name '
+        'signs that the run goes wrong: length explosion, entropy collapse, clip share, effective '
+        'sample size, expert drift, replay share.',
     )
-    parser.add_argument(
-        'batch', help='a .npz batch, or a folder: the newest batch_*.npz in it or in its batches/'
+    p.add_argument(
+        'path',
+        type=Path,
+        help='folder of a run, finished or not; or a .npz batch; or a folder of them: the newest '
+        'batch_*.npz in it or in its batches/',
     )
-    parser.add_argument(
+    p.add_argument(
         '--quantile', type=float, default=0.1, help='share of each side to clip (default: .1)'
     )
-    parser.add_argument('--seed', type=int, default=0, help='of the bootstrap (default: 0)')
-    parser.add_argument('--figure', help='also draw share clipped against eps to this file')
-    parser.add_argument(
+    p.add_argument('--seed', type=int, default=0, help='of the bootstrap (default: 0)')
+    p.add_argument(
+        '--figures',
+        type=Path,
+        help=f'folder for a figure of the clip rates and one of each sign (default: {FIGURES}/ in '
+        "the run's folder, none for a batch)",
+    )
+    p.add_argument(
         '--degenerate',
         type=float,
         default=0.1,
         help='largest expected share of groups that are all right or all wrong (default: .1)',
     )
-    options = parser.parse_args(argv)
-    try:
-        path = find_batch(options.batch)
-        batch = load_batch(path)
-        found = [
-            epsilon(batch, level, quantile=options.quantile, seed=options.seed)
-            for level in ('sequence', 'token')
-        ]
-        _share('degenerate', options.degenerate)
-        size = _group_size_line(batch, options.degenerate)
-        if options.figure:
-            draw(found, options.figure)
-    except (ValueError, OSError) as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 2
-    except ImportError:
-        print("error: --figure needs matplotlib: pip install 'policyopt[figures]'", file=sys.stderr)
-        return 2
-    _print(path, found, size)
-    return 0
+    return p
 
 
 if __name__ == '__main__':

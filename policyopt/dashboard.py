@@ -59,8 +59,8 @@ class Panel(NamedTuple):
     points: bool = False
 
 
-def _of(*named: tuple[str, str], change: Callable[[Any], Any] | None = None) -> Any:
-    """Lines of (metric, label), those that the run has."""
+def of(*named: tuple[str, str], change: Callable[[Any], Any] | None = None) -> Any:
+    """Lines of (metric, label), those that the run has, with values changed where asked."""
 
     def lines(run: Run) -> list[Line]:
         found = [Line(label, run.series(name)) for name, label in named]
@@ -105,7 +105,7 @@ def _ratios(run: Run) -> list[Line]:
     ends = (('p99', '99 %'), ('p50', 'median'), ('p1', '1 %'))
     named = [(f'ratio/token_log/{q}', f'{label} of tokens') for q, label in ends]
     named += [(f'ratio/sequence_log/{q}', f'{label} of answers') for q, label in ends[::2]]
-    return _of(*named, change=np.exp)(run)
+    return of(*named, change=np.exp)(run)
 
 
 def _layers(prefix: str) -> Callable[[Run], list[Line]]:
@@ -130,7 +130,7 @@ def _layers(prefix: str) -> Callable[[Run], list[Line]]:
 
 def _norms(name: str) -> Callable[[Run], list[Line]]:
     def lines(run: Run) -> list[Line]:
-        found = _of((name, 'all'))(run)
+        found = of((name, 'all'))(run)
         return found + [Line(group, series) for group, series in run.group(name).items()]
 
     return lines
@@ -138,7 +138,7 @@ def _norms(name: str) -> Callable[[Run], list[Line]]:
 
 def _turn_rewards(run: Run) -> list[Line]:
     """Of all turns, and of each number of a turn."""
-    return _of(('turns/reward', 'all'))(run) + [
+    return of(('turns/reward', 'all'))(run) + [
         Line(f'turn {number}', series) for number, series in run.group('turns/reward').items()
     ]
 
@@ -171,16 +171,16 @@ PANELS = (
     Panel(
         'Reward model and truth',
         'reward',
-        _of(('rewards/proxy', 'model'), ('rewards/truth', 'truth'), ('rewards/gap', 'gap')),
+        of(('rewards/proxy', 'model'), ('rewards/truth', 'truth'), ('rewards/gap', 'gap')),
     ),
-    Panel('Length of answers', 'tokens', _of(('length', 'tokens')), zero=True),
-    Panel('KL to the sampler', 'nats / token', _of(('kl_behavior/k3', 'to the sampler'))),
-    Panel('KL to the reference', 'nats / token', _of(('kl_reference/k3', 'to the reference'))),
-    Panel('Entropy', 'nats / token', _of(('entropy', 'entropy')), zero=True),
+    Panel('Length of answers', 'tokens', of(('length', 'tokens')), zero=True),
+    Panel('KL to the sampler', 'nats / token', of(('kl_behavior/k3', 'to the sampler'))),
+    Panel('KL to the reference', 'nats / token', of(('kl_reference/k3', 'to the reference'))),
+    Panel('Entropy', 'nats / token', of(('entropy', 'entropy')), zero=True),
     Panel(
         'Frozen tokens (clipped)',
         'share',
-        _of(
+        of(
             ('policy/frozen', 'of all'),
             ('policy/frozen_high', 'of those to be raised'),
             ('policy/frozen_low', 'of those to be lowered'),
@@ -193,7 +193,7 @@ PANELS = (
     Panel(
         'Replay',
         'share of tokens',
-        _of(
+        of(
             ('moe/replayed', 'routing replayed'),
             ('replay/support', 'support replayed'),
             ('moe/replay_agreement', 'router would agree'),
@@ -205,7 +205,7 @@ PANELS = (
     Panel(
         'Rows of a step',
         'share',
-        _of(
+        of(
             ('rollout/kept', 'filled'),
             ('truncated', 'cut off at the limit'),
             ('rollout/not_judged', 'without reward'),
@@ -215,15 +215,15 @@ PANELS = (
         ),
         zero=True,
     ),
-    Panel('Turns of a row', 'turns', _of(('turns/mean', 'mean'), ('turns/max', 'most')), zero=True),
+    Panel('Turns of a row', 'turns', of(('turns/mean', 'mean'), ('turns/max', 'most')), zero=True),
     Panel('Reward of turns', 'reward', _turn_rewards),
     Panel('Slots with turns', 'share', _slots, zero=True),
-    Panel('Age of tokens', 'versions', _of(('staleness', 'mean'), ('staleness/max', 'oldest'))),
-    Panel('Decode slots', 'share', _of(('async/idle', 'idle'), ('async/dropped', 'dropped'))),
+    Panel('Age of tokens', 'versions', of(('staleness', 'mean'), ('staleness/max', 'oldest'))),
+    Panel('Decode slots', 'share', of(('async/idle', 'idle'), ('async/dropped', 'dropped'))),
     Panel(
         'Critic',
         'explained variance',
-        _of(('value/explained_variance', 'all'), (_AT + '0', 'first tenth'), (_AT + '9', 'last')),
+        of(('value/explained_variance', 'all'), (_AT + '0', 'first tenth'), (_AT + '9', 'last')),
     ),
     Panel(
         'Adaptive coefficients',
@@ -249,7 +249,7 @@ def draw(path: Path, runs: Sequence[Run], more: Sequence[str] = ()) -> bool:
         from matplotlib.figure import Figure  # without pyplot: no global state, no display
     except ModuleNotFoundError:
         return False
-    every = [*PANELS, *(Panel(name, 'value', _of((name, name))) for name in more)]
+    every = [*PANELS, *(Panel(name, 'value', of((name, name))) for name in more)]
     panels = [panel for panel in every if any(panel.lines(run) for run in runs)]
     if not panels:
         return False
@@ -259,7 +259,7 @@ def draw(path: Path, runs: Sequence[Run], more: Sequence[str] = ()) -> bool:
     axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
     width = width_of(max(run.steps for run in runs))
     for axis, panel in zip(axes.flat, panels, strict=False):
-        _draw_panel(axis, panel, runs, width)
+        draw_panel(axis, panel, runs, width)
     for number, axis in enumerate(axes.flat):
         if number >= len(panels):
             axis.remove()
@@ -288,7 +288,8 @@ def title_of(runs: Sequence[Run]) -> str:
     return ' and '.join(filter(None, [', '.join(titles[:-1]), titles[-1]]))
 
 
-def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Run], width: int) -> None:
+def draw_panel(axis: Any, panel: Panel, runs: Sequence[Run], width: int) -> None:
+    """Draw a panel of one run, or the first line of each of several; means of `width` steps."""
     title = panel.title
     if len(runs) == 1:
         lines = panel.lines(runs[0])

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import policyopt as po
-from policyopt.types import add_metrics
+from policyopt import contract
+from policyopt.contract import assert_same, value_and_grads
 from tests.batches import (
     ALGORITHMS,
-    INPUT_FIELDS,
     algorithm,
     loss_inputs,
     random_arrays,
@@ -36,7 +35,6 @@ AGGREGATE = {  # how each algorithm weighs its tokens
 CRITIC = ('ppo_clip', 'ppo_penalty', 'vapo', 'vc_ppo')  # advantages from values
 ROW_RATIO = ('gmpo', 'gspo')  # whose ratio, and so whose gradient, is one for all tokens of a row
 SEGMENT_RATIO = ('gspo_step', 'gspo_turn')  # or of a segment
-GRADED = ('logp_new', 'values')
 
 
 def numpy_weights(name: str, mask: np.ndarray) -> np.ndarray:
@@ -51,146 +49,59 @@ def numpy_weights(name: str, mask: np.ndarray) -> np.ndarray:
     return mask / rows / (16 if kind == 'constant_length' else 1)
 
 
-def value_and_grads(alg, inputs, weights):
-    def run(graded):
-        out = alg.loss.apply(inputs.replace(**graded), weights)
-        return out.loss, out.metrics
-
-    return jax.value_and_grad(run, has_aux=True)({k: getattr(inputs, k) for k in GRADED})
-
-
 @functools.cache
-def compiled(name: str):
-    """Jitted (inputs, weights) -> ((loss, metrics), gradients), and weigh, for one algorithm."""
-    alg = algorithm(name)
-    return jax.jit(functools.partial(value_and_grads, alg)), jax.jit(alg.loss.weigh)
-
-
-def run(name: str, arrays: dict):
-    grad, weigh = compiled(name)
-    weights = weigh(token_batch(arrays))
-    (loss, metrics), grads = grad(loss_inputs(arrays, algorithm(name)), weights)
-    return np.asarray(loss), jax.tree.map(np.asarray, grads), metrics
-
-
-def assert_same(a, b, scale=1.0, tolerance=1e-6):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * scale)
+def subject(name: str) -> contract.Subject:
+    return contract.subject(algorithm(name))
 
 
 def size(name: str, arrays: dict, grads) -> float:
-    """What float32 rounding is relative to: sum |weight x term|, terms that cancel included."""
-    terms = numpy_weights(name, arrays['mask']) * np.abs(arrays['advantages'])
-    return max([terms.sum()] + [np.abs(x).sum() for x in jax.tree.leaves(grads)])
+    return contract.size(numpy_weights(name, arrays['mask']), arrays, grads)
 
 
 @every_algorithm
 @hypothesis.given(seed=seeds)
 def test_on_policy_gradient_is_reinforce(name, seed):
-    arrays = random_arrays(seed)
-    for field in ('logp_old', 'logp_behavior', 'logp_ref'):
-        arrays[field] = arrays['logp_new']
-    arrays['positive'] = np.zeros_like(arrays['positive'])  # the NLL term is not the policy term
-    _, grads, _ = run(name, arrays)
-    expected = -numpy_weights(name, arrays['mask']) * arrays['advantages']
-    np.testing.assert_allclose(grads['logp_new'], expected, rtol=1e-4, atol=1e-6)
+    contract.on_policy(subject(name), seed, functools.partial(numpy_weights, name))
 
 
 @every_algorithm
 @hypothesis.given(seed=seeds, poison=st.sampled_from([np.nan, np.inf, -np.inf, 1e38]))
 def test_nothing_off_mask_matters(name, seed, poison):
-    arrays = random_arrays(seed)
-    loss, grads, metrics = run(name, arrays)
-    off = arrays['mask'] == 0
-    poisoned = dict(arrays)
-    for field in INPUT_FIELDS:
-        if arrays[field].dtype == np.float32:
-            poisoned[field] = np.where(off, np.float32(poison), arrays[field])
-    loss2, grads2, metrics2 = run(name, poisoned)
-    chex.assert_trees_all_equal((loss, grads, metrics), (loss2, grads2, metrics2))
-    assert all(not g[off].any() for g in grads.values())
+    contract.off_mask(subject(name), seed, poison)
 
 
 @every_algorithm
 @hypothesis.given(seed=seeds)
 def test_microbatches_add_up(name, seed):
-    arrays = random_arrays(seed)
-    loss, grads, metrics = run(name, arrays)
-    grad, weigh = compiled(name)
-    weights = weigh(token_batch(arrays))
-    order = np.random.default_rng(seed).permutation(len(arrays['mask']))
-    total, parts, sums = 0.0, jax.tree.map(np.zeros_like, grads), None
-    for rows in np.split(order, 4):
-        part = loss_inputs({k: v[rows] for k, v in arrays.items()}, algorithm(name))
-        (piece, counted), slopes = grad(part, jax.tree.map(lambda w, r=rows: w[r], weights))
-        total += float(piece)
-        sums = counted if sums is None else add_metrics(sums, counted)
-        for field in GRADED:
-            parts[field][rows] = slopes[field]
-    scale = size(name, arrays, grads)
-    np.testing.assert_allclose(total, loss, atol=1e-6 * scale, rtol=1e-6)
-    assert_same(parts, grads, scale)
-    assert_same(
-        {k: m.count for k, m in metrics.items()}, {k: m.count for k, m in sums.items()}, 1, 0
-    )
-    for key, metric in metrics.items():
-        np.testing.assert_allclose(sums[key].total, metric.total, rtol=1e-5, atol=1e-4, err_msg=key)
+    contract.microbatches(subject(name), seed)
 
 
 @every_algorithm
 @hypothesis.given(seed=seeds)
 @hypothesis.settings(max_examples=10)
 def test_order_groups_and_width_do_not_matter(name, seed):
-    arrays = random_arrays(seed)
-    loss, grads, _ = run(name, arrays)
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(arrays['mask']))
-    loss2, grads2, _ = run(name, {k: v[order] for k, v in arrays.items()})
-    assert_same(
-        (loss2, grads2), (loss, {k: g[order] for k, g in grads.items()}), size(name, arrays, grads)
-    )
-
-    ids = np.unique(arrays['group'])
-    names = dict(zip(ids, rng.permutation(len(ids)) * 1000 - 7, strict=True))
-    renamed = np.array([names[g] for g in arrays['group']], np.int32)
-    loss3, grads3, _ = run(name, {**arrays, 'group': renamed})
-    assert_same((loss3, grads3), (loss, grads), size(name, arrays, grads))
-
-    def widen(x):
-        return np.pad(x, ((0, 0), (0, 3)), mode='edge') if x.ndim == 2 else x
-
-    wide = {k: widen(v) for k, v in arrays.items()}
-    wide['mask'][:, -3:] = 0
-    loss4, grads4, _ = run(name, wide)
-    assert_same(
-        (loss4, {k: g[:, :-3] for k, g in grads4.items()}), (loss, grads), size(name, arrays, grads)
-    )
+    contract.arrangement(subject(name), seed)
 
 
 @every_algorithm
 @hypothesis.given(seed=seeds, drift=st.sampled_from([20.0, 40.0, 60.0]))
 def test_finite_for_huge_log_ratios(name, seed, drift):
-    arrays = random_arrays(seed)
-    rng = np.random.default_rng(seed)
-    for field in ('logp_old', 'logp_behavior', 'logp_ref'):
-        away = rng.choice([-1, 0, 1], arrays['mask'].shape)
-        arrays[field] = (arrays['logp_new'] + drift * away).astype(np.float32)
-    loss, grads, metrics = run(name, arrays)
-    assert np.isfinite(loss)
-    chex.assert_tree_all_finite((grads, metrics))
-    if name in ('grpo', 'dapo', 'sapo', 'cispo'):
-        apart = np.abs(arrays['logp_new'] - arrays['logp_old']) >= 20
-        assert int(metrics['policy/extreme'].total) == (apart & (arrays['mask'] == 1)).sum()
+    contract.huge_ratios(subject(name), seed, drift)
+
+
+@pytest.mark.parametrize('name', ['cispo', 'dapo', 'grpo', 'sapo'])
+def test_extreme_ratios_are_counted(name):
+    arrays = random_arrays(0)
+    away = np.random.default_rng(0).choice([-1, 0, 1], arrays['mask'].shape)
+    arrays['logp_old'] = (arrays['logp_new'] + 40 * away).astype(np.float32)
+    _, _, metrics = subject(name).run(arrays)
+    apart = np.abs(arrays['logp_new'] - arrays['logp_old']) >= 20
+    assert int(metrics['policy/extreme'].total) == (apart & (arrays['mask'] == 1)).sum() > 0
 
 
 @every_algorithm
 def test_empty_batch_has_no_loss_and_no_gradient(name):
-    arrays = random_arrays(3)
-    arrays['mask'] = np.zeros_like(arrays['mask'])
-    loss, grads, metrics = run(name, arrays)
-    assert loss == 0 and all(not g.any() for g in grads.values())
-    chex.assert_tree_all_finite(metrics)
-    assert all(m.value == 0 for m in metrics.values())
+    contract.empty_batch(subject(name), 3)
 
 
 @every_algorithm
@@ -215,16 +126,16 @@ def test_with_and_without_jit_and_one_trace(name):
 @every_algorithm
 def test_eight_devices_equal_one(name):
     arrays = random_arrays(11, rows=16)
-    loss, grads, _ = run(name, arrays)
+    loss, grads, _ = subject(name).run(arrays)
     mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec('data'))
     alg = algorithm(name)
     coefficients = po.losses.controllers.init(alg.controllers)
     put = functools.partial(jax.tree.map, lambda x: jax.device_put(x, rows))
     inputs = put(loss_inputs(arrays, alg).replace(coefficients={}))
-    weights = compiled(name)[1](put(token_batch(arrays)))
+    weights = subject(name).weigh(put(token_batch(arrays)))
     inputs = inputs.replace(coefficients=coefficients)
-    (loss2, _), grads2 = compiled(name)[0](inputs, weights)
+    (loss2, _), grads2 = subject(name).grad(inputs, weights)
     assert not grads2['logp_new'].sharding.is_fully_replicated
     assert_same((loss2, grads2), (loss, grads), size(name, arrays, grads))
 
@@ -239,19 +150,8 @@ def estimator(name: str):
 
 @every_algorithm
 def test_the_rollout_side_is_jittable_and_finite(name):
-    alg = algorithm(name)
-
-    @jax.jit
-    def judge(rolled):
-        shaped = alg.shape(rolled)
-        return alg.keep(shaped), alg.advantages(shaped), shaped.mask
-
     for seed in range(3):
-        rolled = rollout(seed)
-        keep, estimates, mask = judge(rolled)
-        assert keep.shape == (12,) and keep.dtype == bool
-        chex.assert_tree_all_finite(estimates)
-        assert not np.asarray(estimates.advantages)[np.asarray(mask) == 0].any()
+        contract.rollout_side(subject(name), seed)
 
 
 @pytest.mark.parametrize('name', GROUP_BASELINE)
@@ -313,3 +213,66 @@ def test_the_laws_over_many_batches(name):
     ):
         for seed in range(1000, 1100):
             law.hypothesis.inner_test(name=name, seed=seed, **extra)
+
+
+# ---------------------------------------------------------------- the check of a new algorithm
+
+
+def broken(**parts):
+    """REINFORCE with parts replaced."""
+    slots = dict(
+        ratio=po.losses.token_ratio(),
+        surrogate=po.losses.reinforce(),
+        aggregate=po.losses.token_mean(),
+    )
+    return po.Algorithm(
+        advantages=po.advantages.group_mean_baseline(), loss=po.losses.policy_loss(**slots | parts)
+    )
+
+
+def by_hand(apply):
+    aggregate = po.losses.token_mean()
+    loss = po.LossTransform(weigh=lambda batch: aggregate(batch.mask), apply=apply)
+    return po.Algorithm(advantages=po.advantages.group_mean_baseline(), loss=loss)
+
+
+def means_of_parts(inputs, weights):
+    return po.LossOutput(jnp.mean(weights * inputs.logp_new), {})
+
+
+def multiplied_by_the_mask(inputs, weights):
+    terms = -weights * inputs.advantages * inputs.logp_new * inputs.mask
+    return po.LossOutput(jnp.sum(terms), {})
+
+
+def exp_without_a_bound(log_ratio, advantages):
+    return jnp.exp(2 * log_ratio) / 2 * advantages
+
+
+def test_laws_that_are_broken_are_named():
+    for wrong, law, message in (
+        (broken(surrogate=lambda x, a: 2 * x * a), 'on_policy', "gradient is REINFORCE's"),
+        (by_hand(multiplied_by_the_mask), 'off_mask', 'matters to nothing'),
+        (by_hand(means_of_parts), 'microbatches', 'add up to those of the whole'),
+        (broken(aggregate=lambda mask, group: mask * (group[:, None] > 0)), 'arrangement', 'names'),
+        (broken(surrogate=exp_without_a_bound), 'huge_ratios', 'up to 60 nats'),
+    ):
+        with pytest.raises(AssertionError, match=f'{law}, seed 0: .*{message}'):
+            contract.check(wrong, laws=[law], seeds=[0])
+    unfinished = broken()._replace(
+        advantages=lambda r: po.Estimates(r.rewards[:, None] + 0 * r.mask)
+    )
+    with pytest.raises(AssertionError, match='rollout_side, seed 0'):
+        contract.check(unfinished, laws=['rollout_side'], seeds=[0])
+    with pytest.raises(ValueError, match="no law 'micro_batches'. Did you mean `microbatches`"):
+        contract.check(broken(), laws=['micro_batches'])
+    with pytest.raises(TypeError, match='as a factory returns it'):
+        contract.check(broken)
+
+
+def test_gated_and_added_losses_keep_the_on_policy_law():
+    gate = lambda inputs, log_ratio: jnp.where(inputs.logp_old < -1, 1.0, 0.5)  # noqa: E731
+    for ratio in (po.losses.token_ratio(), po.losses.sequence_ratio()):
+        assert contract.check(broken(ratio=ratio, gates=[gate]), laws=['on_policy']) == (
+            'on_policy',
+        )

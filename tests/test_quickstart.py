@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 
 import policyopt as po
-from policyopt import batches, commands, data, evaluate, metrics, recipe, reinforce, train
+from policyopt import (
+    batches,
+    calibrate,
+    commands,
+    data,
+    evaluate,
+    metrics,
+    recipe,
+    reinforce,
+    train,
+)
 from policyopt import workdir as workdir_lib
 from tests import pages
 
@@ -98,6 +108,12 @@ def test_tiny_run(tmp_path, capsys):
     saved = batches.load_batch(tmp_path / 'run' / 'batches' / 'batch_000004.npz')
     second = (saved['mask'] > 0) & (saved['minibatch'][:, None] == 2)
     assert np.abs(saved['logp_new'] - saved['logp_old'])[second].max() > 2e-5  # it trained
+    assert calibrate.main([str(tmp_path / 'run')]) == 0
+    printed = capsys.readouterr().out
+    assert 'not judged: entropy collapse' in printed and '4 steps; start and end need 10' in printed
+    assert 'fine: replay share: kept ids of 100.0% of tokens, experts of' in printed
+    drawn = {path.stem for path in (tmp_path / 'run' / 'calibration').iterdir()}
+    assert {'clip_range', 'length', 'clip_share', 'expert_drift'} <= drawn
 
 
 @pytest.mark.slow
