@@ -8,7 +8,9 @@ M the trust mask, each per token (T), per sequence (S: geometric mean) or the un
 
 from __future__ import annotations
 
-from policyopt import advantages, losses
+from collections.abc import Sequence
+
+from policyopt import advantages, checks, losses
 from policyopt.types import Algorithm
 
 TOKEN_CLIP = (0.2, 0.2)
@@ -45,3 +47,15 @@ def cells(token_clip=TOKEN_CLIP, sequence_clip=SEQUENCE_CLIP) -> dict[str, Algor
         'T_unclipped': cell(token),
         'S_unclipped': cell(sequence),
     }
+
+
+def named(
+    cell: str,
+    token_clip: Sequence[float] = TOKEN_CLIP,
+    sequence_clip: Sequence[float] = SEQUENCE_CLIP,
+) -> Algorithm:
+    """One of the cells by its name, for configs; ValueError for a name that is none."""
+    found = cells(tuple(token_clip), tuple(sequence_clip))
+    if cell not in found:
+        raise ValueError(f'{cell!r} is no cell of the grid.{checks.nearest(cell, found)}')
+    return found[cell]

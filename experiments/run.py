@@ -4,7 +4,9 @@
     python -m experiments.run clip_fraction group_size --seeds=5
     python -m experiments.run --all --workers=2
 
-Seeds that were measured before are not measured again, so a stopped command goes on. Results go to
+Seeds that were measured before are not measured again, so a stopped command goes on, unless what
+measures them has changed since (`experiments.sources`). Seeds that are there are judged, too, where
+fewer are asked for, and a verdict on more seeds than are there is not replaced. Results go to
 docs/claims/NAME.json and NAME.png, and docs/claims.md is written anew from all that are there;
 --fast takes the sizes of a test and leaves both alone.
 """
@@ -27,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments import claims
+from experiments import claims, sources
 from experiments.claim import Claim, Place, Verdict, save
 from policyopt import checks
 
@@ -46,14 +48,45 @@ def load(name: str) -> Claim:
     return importlib.import_module(f'experiments.claims.{name}').CLAIM
 
 
-def numbers_of(name: str, place: Place) -> Any:
-    """Numbers of a seed, measured now where they are not in the folder."""
+def held(name: str, place: Place) -> Any:
+    """Numbers of a seed in the folder; None where it has none by the measurement as it is now."""
     path = place.folder / name / f'{"fast_" * place.fast}{place.seed}.json'
     if not path.is_file():
-        began = time.monotonic()
-        found = load(name).measure(place)
-        save(path, {'numbers': found, 'seconds': round(time.monotonic() - began, 1)})
+        return None
+    found = json.loads(path.read_text())
+    return found['numbers'] if found.get('source') == source_of(name) else None
+
+
+def source_of(name: str) -> str:
+    """What numbers of a claim depend on, of the code here."""
+    return sources.digest(f'experiments.claims.{name}', without=('judge', 'draw', 'CLAIM'))
+
+
+def numbers_of(name: str, place: Place) -> Any:
+    """Numbers of a seed, measured now where they are not in the folder."""
+    found = held(name, place)
+    if found is not None:
+        return found
+    began = time.monotonic()
+    found = load(name).measure(place)
+    path = place.folder / name / f'{"fast_" * place.fast}{place.seed}.json'
+    seconds = round(time.monotonic() - began, 1)
+    save(path, {'numbers': found, 'seconds': seconds, 'source': source_of(name)})
     return json.loads(path.read_text())['numbers']
+
+
+def seeds_of(name: str, asked: int, folder: Path, fast: bool) -> list[int]:
+    """Seeds from 0 to what is asked for, and those after them that are in the folder."""
+    files = (folder / name).glob(f'{"fast_" * fast}[0-9]*.json')
+    there = [int(file.stem.removeprefix('fast_')) for file in files]
+    more = [n for n in there if held(name, Place(n, folder, fast)) is not None]
+    return sorted({*range(asked), *more})
+
+
+def recorded(name: str) -> int:
+    """Seeds of the verdict that docs have."""
+    path = DOCS / 'claims' / f'{name}.json'
+    return len(json.loads(path.read_text())['seeds']) if path.is_file() else 0
 
 
 def measured(name: str, places: Sequence[Place], workers: int) -> list[Any]:
@@ -172,14 +205,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in chosen:
             numbers_of(name, Place(given.only, given.folder, given.fast))
         return
-    places = [Place(seed, given.folder, given.fast) for seed in range(given.seeds)]
     for name in chosen:
-        seeds = measured(name, places, given.workers)
-        verdict = conclude(name, seeds, given.folder / 'fast' if given.fast else DOCS / 'claims')
-        print(f'{name}: {verdict.word}. {sizes(verdict)}.\n  {verdict.text}', flush=True)
-        if not given.fast:
-            verdict_of.cache_clear()
-            (DOCS / 'claims.md').write_text(page())
+        check(name, given)
+
+
+def check(name: str, given: argparse.Namespace) -> None:
+    """Measure, judge and write down one claim."""
+    numbers = seeds_of(name, given.seeds, given.folder, given.fast)
+    places = [Place(seed, given.folder, given.fast) for seed in numbers]
+    seeds = measured(name, places, given.workers)
+    kept = given.fast or len(seeds) < recorded(name)
+    aside = given.folder / ('fast' if given.fast else 'fewer')
+    verdict = conclude(name, seeds, aside if kept else DOCS / 'claims')
+    print(f'{name}: {verdict.word}. {sizes(verdict)}.\n  {verdict.text}', flush=True)
+    if kept and not given.fast:
+        print(
+            f'  docs keep their verdict on {recorded(name)} seeds, since these are {len(seeds)}: '
+            f'--seeds={recorded(name)} or more replaces it',
+            flush=True,
+        )
+    if not kept:
+        verdict_of.cache_clear()
+        (DOCS / 'claims.md').write_text(page())
 
 
 if __name__ == '__main__':
