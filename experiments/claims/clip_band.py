@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments import policies
@@ -19,7 +22,7 @@ from experiments.claim import (
     tidy,
     together,
 )
-from policyopt import advantages, losses, reinforce
+from policyopt import advantages, data, losses, reinforce
 from policyopt.losses import controllers
 from policyopt.types import Algorithm
 
@@ -29,46 +32,51 @@ PROMPTS, MINIBATCHES, RATE = 16, 4, 1e-4
 STEPS, LAST = 16, 4  # RL steps, and those at the end that count
 
 
-def clipped(eps: float, adaptive: bool) -> Algorithm:
-    """GRPO without a KL term, its clip range fixed or moved by a controller for each side."""
-    surrogate, moving = losses.clipped(eps), {}
-    if adaptive:
-        surrogate = losses.adaptive(losses.clipped, low='low', high='high')
-        moving = {
-            side: controllers.adaptive_clip(eps, f'policy/frozen_{side}')
-            for side in ('low', 'high')
-        }
+def clipped() -> Algorithm:
+    """GRPO without a KL term, with a controller for each side of its clip."""
+    sides = ('low', 'high')
     return Algorithm(
         advantages=advantages.group_zscore(),
-        controllers=moving,
+        controllers={n: controllers.adaptive_clip(0.2, f'policy/frozen_{n}') for n in sides},
         loss=losses.policy_loss(
-            ratio=losses.token_ratio(), surrogate=surrogate, aggregate=losses.sequence_mean()
+            ratio=losses.token_ratio(),
+            surrogate=losses.adaptive(losses.clipped, low='low', high='high'),
+            aggregate=losses.sequence_mean(),
         ),
     )
 
 
 def measure(place: Place) -> dict[str, Any]:
     """Share clipped in the last minibatch of each RL step, and eps, for each start and kind."""
-    out = {}
+    setup, loop, point = policies.begin(
+        place,
+        algorithm='experiments.claims.clip_band.clipped',
+        model=policies.DENSE,
+        rollout=dict(prompts=PROMPTS),
+        minibatches=2 if place.fast else MINIBATCHES,
+        optimizer=dict(learning_rate=RATE, warmup_steps=0),
+    )
+    c, out = setup.config, {}
+    first = jax.device_get(point.state)  # updates give away what they start from
     for start, eps in STARTS.items():
-        for adaptive in (True, False):
-            setup, loop, point = policies.begin(
-                place,
-                algorithm='experiments.claims.clip_band.clipped',
-                algorithm_kw=dict(eps=eps, adaptive=adaptive),
-                model=policies.DENSE,
-                rollout=dict(prompts=PROMPTS),
-                minibatches=2 if place.fast else MINIBATCHES,
-                optimizer=dict(learning_rate=RATE, warmup_steps=0),
-            )
-            share, edge = [], []
+        for kind in ('adaptive', 'fixed'):
+            held = {side: jnp.float32(eps) for side in first.controllers}
+            state = dataclasses.replace(jax.tree.map(jnp.asarray, first), controllers=held)
+            point = point._replace(state=state, step=0)
+            source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
+            found: dict[str, Any] = {'share': [], 'eps': []}
             for step in range(1, 1 + (2 if place.fast else STEPS)):
-                held = point.state.controllers
-                edge.append([float(held[side]) if held else eps for side in ('low', 'high')])
-                done = reinforce.rl_step(setup, loop, point, step)
-                point = point._replace(state=done.state, step=step)
-                share.append(share_of(done, np.array(edge[-1])))
-            out[f'{start}: {"adaptive" if adaptive else "fixed"}'] = {'share': share, 'eps': edge}
+                edge = [float(point.state.controllers[side]) for side in ('low', 'high')]
+                done = reinforce.rl_step(setup, loop._replace(source=source), point, step)
+                state = done.state
+                if kind == 'fixed':
+                    state = dataclasses.replace(
+                        state, controllers={side: jnp.float32(eps) for side in held}
+                    )
+                point = point._replace(state=state, step=step)
+                found['share'].append(share_of(done, np.array(edge)))
+                found['eps'].append(edge)
+            out[f'{start}: {kind}'] = found
     return out
 
 

@@ -69,9 +69,13 @@ def entropy_of(scores: Any, batch: Any) -> float:
 
 def mixed(parts: list[Any]) -> float:
     """Share of the groups, of a batch in parts, whose answers have an advantage."""
-    group = np.concatenate([np.asarray(part.group) for part in parts])
-    on = np.concatenate([np.any(np.asarray(p.advantages) * (p.mask != 0) != 0, 1) for p in parts])
-    return float(np.mean([on[group == one].any() for one in np.unique(group)]))
+    group, mask, advantages = (
+        np.concatenate([np.asarray(getattr(part, name)) for part in parts])
+        for name in ('group', 'mask', 'advantages')
+    )
+    used = mask.any(1)  # rows that fill up a batch have no mask
+    on = np.any((mask != 0) & (advantages != 0), axis=1)
+    return float(np.mean([on[group == one].any() for one in np.unique(group[used])]))
 
 
 def noise(rollout: Any) -> dict[str, float]:

@@ -85,10 +85,14 @@ def measure(place: Place) -> dict[str, Any]:
     params, key = point.state.params, point.state.key
     drawn = loop.collect(point.state, None, loop.source, jax.random.fold_in(key, 1)).rollout
     out: dict[str, Any] = {'rate': {}}
-    for name, (estimate, prepare) in FORMS.items():
-        learner = recipe.make_learner(
+    learners = {
+        prepare: recipe.make_learner(
             setup._replace(algorithm=setup.algorithm._replace(prepare=prepare))
         )
+        for prepare in {prepare for _, prepare in FORMS.values()}
+    }
+    for name, (estimate, prepare) in FORMS.items():
+        learner = learners[prepare]
         for kind in KINDS:
             given = rewards(kind, drawn, setup.model.tokenizer, place.seed)
             out['rate'][kind] = float((given > 0).mean())
@@ -116,16 +120,18 @@ def values(seeds: list[Any], form: str, scale: float, what: str) -> np.ndarray:
     return np.stack([spread(seeds, f'{form}: {k}: {scale:g}', what) for k in KINDS], axis=1)
 
 
+def moved(seeds: list[Any], form: str, what: str, floor: float) -> np.ndarray:
+    """Decades from the reward to SCALE times it: [seeds, kinds]; numbers below the floor are it."""
+    small, large = (np.maximum(values(seeds, form, s, what), floor) for s in (1, SCALE))
+    return np.log10(large / small)
+
+
 def judge(seeds: list[Any]) -> Verdict:
-    sizes = {form: [values(seeds, form, s, 'largest') for s in (1, SCALE)] for form in FORMS}
-    grown = np.log10(sizes['none'][1] / sizes['none'][0]).mean(1)
-    share = [np.maximum(values(seeds, 'none', s, 'clipped'), 1e-4) for s in (1, SCALE)]
-    value, found = interval(np.abs(np.log10(share[1] / share[0])).mean(1))
+    grown = moved(seeds, 'none', 'largest', 1e-6).mean(1)
     _, growth = interval(grown)
-    steady = max(
-        np.abs(np.log10(sizes[form][1] / sizes[form][0])).max() for form in FORMS if form != 'none'
-    )
-    at = {form: sizes[form][0].mean(0) for form in FORMS}
+    value, found = interval(np.abs(moved(seeds, 'none', 'clipped', 1e-4)).mean(1))
+    steady = max(np.abs(moved(seeds, f, 'largest', 1e-6)).max() for f in FORMS if f != 'none')
+    at = {form: values(seeds, form, 1, 'largest').mean(0) for form in FORMS}
     clipped = {form: values(seeds, form, 1, 'clipped').mean(0) for form in FORMS}
     by_form = '; '.join(
         f'{form}: '
@@ -139,8 +145,8 @@ def judge(seeds: list[Any]) -> Verdict:
         found,
         f'With {SCALE:g} times the reward the largest |A| grows by 10^{grown.mean():.2f} without '
         f'normalisation, by 10^{steady:.2f} at most with one. The share of clipped tokens moves by '
-        f'10^{value:.3f} (10^{MOVED:.3f}, a tenth, was asked): Adam divides by the size of the '
-        f'gradient, and the norm is cut to 1 before. Largest |A| and clipped share for rewards '
+        f'10^{value:.3f} (10^{MOVED:.3f}, a tenth, was asked), with Adam after a cut of the '
+        f'gradient to norm 1. Largest |A| and clipped share for rewards '
         f'that are {", ".join(KINDS)}: {by_form}. One step of {MINIBATCHES} minibatches on the '
         f'same {8 * PROMPTS} answers, the clipped share in those after the first.',
     )
