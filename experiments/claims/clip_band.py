@@ -29,7 +29,7 @@ from policyopt.types import Algorithm
 STARTS = {'narrow': 0.01, 'wide': 0.3}
 BAND = (0.05, 0.15)
 PROMPTS, MINIBATCHES, RATE = 16, 4, 1e-4
-STEPS, LAST = 16, 4  # RL steps, and those at the end that count
+STEPS, LAST = 12, 4  # RL steps, and those at the end that count
 
 
 def clipped() -> Algorithm:

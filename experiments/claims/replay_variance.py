@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments import policies
 from experiments.claim import COLOURS, Claim, Place, Verdict, decide, interval, line, spread, tidy
-from policyopt import rollout, sharding
+from policyopt import rollout, scoring, sharding
 
 MODES = ('none', 'recompute', 'rollout')
 SAMPLERS = ('same', 'mismatched')
@@ -36,32 +36,39 @@ def measure(place: Place) -> dict[str, Any]:
     )
     params, key = point.state.params, point.state.key
     loops = {'same': loop, 'mismatched': policies.mismatched(setup, loop, place.seed)}
+    score = jax.jit(lambda params, batch: scoring.score(setup.model, params, batch).logp_new)
     out: dict[str, Any] = {}
     for sampler in SAMPLERS:
         one = loops[sampler]
         drawn = one.collect(point.state, None, one.source, jax.random.fold_in(key, 1)).batch
         live = policies.unrecorded(drawn, setup.model.config.vocab_size, routing=True)
+        batches = {
+            'none': live,
+            'recompute': jax.device_get(loop.learner.recompute(params, live)),
+            'rollout': drawn,
+        }
         for mode in MODES:
-            found = []
-            for count in SPLITS[:2] if place.fast else SPLITS:
-                parts = rollout.minibatches(drawn if mode == 'rollout' else live, count)
-                parts = [sharding.feed(part, setup.model.rules) for part in parts]
-                if mode == 'recompute':
-                    parts = [loop.learner.recompute(params, part) for part in parts]
+            batch = batches[mode]
+            found = [variances([(score(params, batch) - batch.logp_old, batch.mask != 0)])]
+            for count in SPLITS[1:2] if place.fast else SPLITS[1:]:
                 state = loop.learner.init(jax.tree.map(jnp.copy, params), key)
                 gaps = []
-                for part in parts:
-                    state, _, logp_new = loop.learner.update(state, part)
-                    gaps.append((np.asarray(logp_new - part.logp_old), np.asarray(part.mask) != 0))
-                found.append(variances(gaps[1:] or gaps))
+                for part in rollout.minibatches(batch, count):
+                    state, _, logp_new = loop.learner.update(
+                        state, sharding.feed(part, setup.model.rules)
+                    )
+                    gaps.append((logp_new - part.logp_old, part.mask != 0))
+                found.append(variances(gaps[1:]))
             out[f'{sampler}: {mode}'] = {n: [f[n] for f in found] for n in found[0]}
     return out
 
 
-def variances(gaps: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+def variances(gaps: list[tuple[Any, Any]]) -> dict[str, float]:
     """Of log-ratios over tokens, and of their means over answers; pairs of log-ratio and mask."""
-    log_ratio = np.concatenate([x for x, _ in gaps]).astype(np.float64)
-    mask = np.concatenate([m for _, m in gaps])
+    log_ratio, mask = (
+        np.concatenate([np.asarray(x) for x in xs]) for xs in zip(*gaps, strict=True)
+    )
+    log_ratio = log_ratio.astype(np.float64)
     kept = mask.any(1)
     rows = np.where(mask, log_ratio, 0).sum(1)[kept] / mask.sum(1)[kept]
     return {'token': float(log_ratio[mask].var()), 'sequence': float(rows.var())}

@@ -144,8 +144,8 @@ def judge(seeds: list[Any]) -> Verdict:
         f'deviation of first log-ratios is {ratio["none"]:.3f} without replay, '
         f'{ratio["kept ids"]:.3f} with kept ids, {ratio["experts"]:.3f} with experts and '
         f'{ratio["all three"]:.4f} with both, at top-p {TOP_P:g}. The {QUANTILE:.1%} quantile of '
-        f'the gradient norms of single answers, over {MINIBATCHES} updates: {by_arm} (each was '
-        f'asked to lower it by a twentieth). The off-policy mask leaves '
+        f'the gradient norms of {8 * PROMPTS} single answers, over {MINIBATCHES} updates: {by_arm} '
+        '(each was asked to lower it by a twentieth). The off-policy mask leaves '
         f'{spread(seeds, "off-policy mask", "zero").mean():.1%} of the answers without a gradient, '
         f'against {spread(seeds, "none", "zero").mean():.1%} without it.',
     )
@@ -166,7 +166,8 @@ def draw(figure: Any, seeds: list[Any]) -> None:
             axis.plot(found, np.full(len(found), i), 'o', color=colour, ms=4, alpha=0.5)
             axis.plot(found.mean(), i, '|', color=colour, ms=16, mew=2)
         axis.set_yticks(range(len(names)), names)
-        axis.set(xlabel=label, xlim=(0, None))
+        axis.set(xlabel=label, ylim=(-0.5, len(names) - 0.5))
+        axis.set_xlim(0, 1.08 * max(spread(seeds, name, what).max() for name in names))
     tidy(*axes)
 
 
