@@ -90,6 +90,14 @@ def decide(low: float, high: float, needed: float) -> Word:
     return 'not reproduced' if high < needed else 'inconclusive'
 
 
+def together(*words: Word) -> Word:
+    """The verdict on a claim with several parts, all of which have to hold."""
+    for word in ('not reproduced', 'inconclusive'):
+        if word in words:
+            return word
+    return 'reproduced'
+
+
 def spread(seeds: Sequence[Numbers], *names: str) -> np.ndarray:
     """The entry at `names` of each seed, stacked: [seeds,...] float64."""
     out = []

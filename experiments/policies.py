@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -14,10 +15,11 @@ from flax import traverse_util
 
 from configs import quickstart
 from experiments.claim import Place
-from policyopt import disk, recipe, stopping, warm_start
+from policyopt import disk, models, optimizer, recipe, rollout, stopping, warm_start
 from policyopt import loop as loop_lib
 
 EMBED, EXPERT, LAYERS = 96, 128, 4  # 1.4 million parameters as a mixture, 0.5 million dense
+ROUTER_NOISE = 0.1  # of a mismatched sampler
 SEP = '/'
 # Experts, and one feed-forward layer as wide as those that a token sees.
 MIXTURE = dict(expert_dim=EXPERT, moe=dict(experts=8, top_k=2))
@@ -72,3 +74,50 @@ def begin(place: Place, **changes: Any) -> tuple[recipe.Setup, loop_lib.Loop, lo
     setup = recipe.prepare(config(place, **changes))
     loop = loop_lib.make_loop(setup, Path(place.folder), None, stopping.Stop())
     return setup, loop, loop_lib.new_point(setup, loop, warm(setup, place), None, 1)
+
+
+def mismatched(setup: recipe.Setup, loop: loop_lib.Loop, seed: int) -> loop_lib.Loop:
+    """The loop with a sampler that differs from the trainer as separate engines do.
+
+    It computes in bfloat16, and normal noise of ROUTER_NOISE times their spread is on its routers'
+    weights, the same in every step.
+    """
+    c = setup.config
+    narrow = dataclasses.replace(setup.model.config, dtype='bfloat16')
+    collect = rollout.make_collector(
+        models.build(narrow, setup.model.tokenizer),
+        setup.algorithm,
+        setup.judge,
+        c.rollout,
+        c.sampling,
+        setup.task.prompt_width,
+    )
+
+    def noisy(path: Any, x: Any) -> Any:
+        if optimizer.group([key.key for key in path]) != 'router':
+            return x
+        return x + ROUTER_NOISE * jnp.std(x) * jax.random.normal(jax.random.key(seed), x.shape)
+
+    def drawn(state: Any, *arguments: Any, **named: Any) -> Any:
+        params = jax.tree.map_with_path(noisy, state.params)
+        return collect(dataclasses.replace(state, params=params), *arguments, **named)
+
+    return loop._replace(collect=drawn)
+
+
+def unrecorded(batch: Any, vocab: int, *, support: bool = False, routing: bool = False) -> Any:
+    """The batch with support, routing or both as where nothing was recorded.
+
+    Shapes are the same whatever is left out, so that all share programs: a support that is not
+    recorded is the whole vocabulary, and experts of -1 are routed live.
+    """
+    changes = {}
+    if batch.support is not None:
+        kept = np.asarray(batch.support)
+        everything = np.broadcast_to(np.arange(vocab, dtype=kept.dtype), (*kept.shape[:2], vocab))
+        padded = np.pad(kept, ((0, 0), (0, 0), (0, vocab - kept.shape[2])), constant_values=-1)
+        used = np.any(kept >= 0, axis=2, keepdims=True)
+        changes['support'] = np.where(used & support, everything, padded)
+    if routing:
+        changes['routing'] = np.full_like(batch.routing, -1)
+    return dataclasses.replace(batch, **changes)

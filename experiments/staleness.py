@@ -21,18 +21,15 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 from absl import app, flags
 from rich.console import Console
 from rich.table import Table
 
-from policyopt import batches, data, metrics, models, rewards, staleness, stream
-from policyopt.asynchronous import AsyncConfig
-from policyopt.rollout import RolloutConfig
-from policyopt.sampling import EngineConfig, SamplingConfig
+from experiments import observed
+from policyopt import batches
 from policyopt.simulation import Outcome, Plan, lock_step, simulate
 
 _OUTPUT = flags.DEFINE_string('output', 'docs/figures', 'Folder for the figure and its numbers.')
@@ -45,82 +42,23 @@ _SEEDS = flags.DEFINE_integer('seeds', 3, 'Simulations of each kind.', lower_bou
 GENERATORS = (1, 2, 4, 8, 16, 32, 64)
 SHORTEST = 40  # tokens of the shortest answer, where lengths are stretched
 BOUNDS = (1, 2, 4)
-SMALL = Plan(prompts=4, group_size=4, slots=8, steps=4)
 LARGE = Plan(prompts=64, group_size=8, slots=8, steps=4)
-
-
-class Observed(stream.Stream):
-    """A stream that remembers what its answers came to: group -> tokens of each row that ended."""
-
-    lengths: dict[int, dict[int, int]]
-
-    def _ended(self, group: Any, member: int, row: Any) -> None:
-        self.lengths.setdefault(group.number, {})[member] = row.length - row.prompt_length
-        super()._ended(group, member, row)
-
-
-class Real(NamedTuple):
-    """What real engines did: decode slots and tokens, ages, and lengths by group and row."""
-
-    slots: int
-    tokens: int
-    ages: list[int]
-    lengths: dict[int, dict[int, int]]
-
-
-def real(plan: Plan, takes: int) -> Real:
-    """Run a plan with engines that draw from a small model with random weights."""
-    tokenizer = data.arithmetic_tokenizer()
-    sizes: dict[str, Any] = dict(
-        embed_dim=32, num_layers=1, num_heads=2, num_kv_heads=2, mlp_dim=64
-    )
-    model = models.build(models.ModelConfig(vocab_size=tokenizer.vocab_size, **sizes), tokenizer)
-    params = jax.jit(model.init)(jax.random.key(0))
-    prompts = [f'{i}+{j}=' for i in range(10) for j in range(10)]
-    items = [data.Item(p, tuple(tokenizer.encode(p)), '', {}) for p in prompts]
-    engine = EngineConfig(plan.slots, steps=plan.steps, prefill_width=64, bucket=64)
-    one = Observed(
-        model,
-        RolloutConfig(plan.prompts, plan.group_size, engine=engine),
-        SamplingConfig(max_new_tokens=60),
-        4,
-        rewards.Local(lambda *case: rewards.Verdict(0.0)),
-        AsyncConfig(plan.staleness, plan.generators, ahead=plan.ahead),
-        [None] * plan.generators,
-    )
-    one.lengths = {}
-    source, ages = data.batches(items, plan.prompts, 0), np.zeros(plan.staleness + 1, int)
-    for version in range(takes):
-        key = jax.random.key(version)
-        rollout = one.take(params, source, key, version, metrics.Stopwatch()).rollout
-        found = staleness.ages(np.asarray(rollout.version), np.asarray(rollout.mask), version)
-        ages += [(found == n).sum() for n in range(plan.staleness + 1)]
-        one.run_ahead()
-    return Real(*one.spent, ages.tolist(), one.lengths)
 
 
 def check(takes: int = 8) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Compare simulation and engines at small size; returns the numbers, and lengths by group."""
     found, lengths = [], []
     for changes in (dict(), dict(staleness=1), dict(staleness=2, generators=2, ahead=2)):
-        plan = dataclasses.replace(SMALL, **changes)
-        done = real(plan, takes)
-
-        def of(number: int, done: Real = done) -> list[int]:
-            rows = done.lengths.get(number, {})
-            return [rows.get(member, 10**6) for member in range(SMALL.group_size)]  # goes on
-
-        made = simulate(plan, of, takes)
-        row = {
-            'plan': changes,
-            'slot_use': [done.tokens / done.slots, made.tokens / made.slots],
-            'ages': [done.ages, made.ages.tolist()],
-        }
-        if (made.slots, made.tokens, made.ages.tolist()) != done[:3]:
-            raise SystemExit(f'the simulation is not what the engines did: {row}')
-        found.append(row)
+        done, made = observed.compared(dataclasses.replace(observed.SMALL, **changes), takes)
+        found.append(
+            {
+                'plan': changes,
+                'slot_use': [done.tokens / done.slots, made.tokens / made.slots],
+                'ages': [done.ages, made.ages.tolist()],
+            }
+        )
         whole = [list(rows.values()) for rows in done.lengths.values()]
-        lengths += [rows for rows in whole if len(rows) == SMALL.group_size]
+        lengths += [rows for rows in whole if len(rows) == observed.SMALL.group_size]
     return found, lengths
 
 

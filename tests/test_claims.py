@@ -3,13 +3,25 @@
 import dataclasses
 import json
 import pathlib
+import types
 
 import numpy as np
 import pytest
 
-from experiments import arms, curves, learning, run, sources
+from experiments import arms, curves, learning, policies, run, sources
 from experiments import claim as claim_lib
-from experiments.claims import expert_drift, kl_gradient, soft_gate
+from experiments.claims import (
+    clip_band,
+    dynamic_sampling,
+    expert_drift,
+    idle_share,
+    kl_gradient,
+    length_direction,
+    replay_variance,
+    reward_scale,
+    soft_gate,
+)
+from policyopt.types import Rollout, TokenBatch
 
 ROOT = pathlib.Path(__file__).parent.parent
 CHECKED = sorted(path.stem for path in (ROOT / 'docs' / 'claims').glob('*.json'))
@@ -104,6 +116,9 @@ def test_intervals_and_words():
     assert claim_lib.decide(1, 2, 1) == 'reproduced'
     assert claim_lib.decide(0, 0.9, 1) == 'not reproduced'
     assert claim_lib.decide(0, 1, 1) == 'inconclusive'
+    assert claim_lib.together('reproduced', 'reproduced') == 'reproduced'
+    assert claim_lib.together('reproduced', 'inconclusive') == 'inconclusive'
+    assert claim_lib.together('not reproduced', 'inconclusive') == 'not reproduced'
 
 
 def test_share_of_experts_changed():
@@ -131,6 +146,94 @@ def test_gates_of_tokens_and_rows():
     assert found['near'] == pytest.approx(2 / 4)
 
 
+def test_lengths_are_as_far_apart_as_asked():
+    of = idle_share.lengths(3, 5.0)
+    steps = np.array([[of(64 * step + i) for i in range(64)] for step in range(8)])
+    apart = steps.max((1, 2)) / steps.min((1, 2))
+    assert 4 < np.exp(np.log(apart).mean()) < 6
+    assert abs(np.median(steps) / idle_share.MEDIAN - 1) < 0.02
+
+
+def test_digits_in_their_place():
+    assert reward_scale.digits('132', '132') == 1
+    assert reward_scale.digits('32', '132') == pytest.approx(2 / 3)
+    assert reward_scale.digits('1132', '132') == pytest.approx(3 / 4)
+    assert reward_scale.digits('', '7') == 0
+
+
+def test_variances_of_ratios_over_tokens_and_answers():
+    first = np.array([[0.1, 0.3, 9.0], [0.2, 9.0, 9.0]]), np.array([[1, 1, 0], [1, 0, 0]], bool)
+    second = np.array([[-0.4, 9.0, 9.0]]), np.array([[1, 0, 0]], bool)
+    empty = np.full((1, 3), 9.0), np.zeros((1, 3), bool)
+    found = replay_variance.variances([first, second, empty])
+    assert found['token'] == pytest.approx(np.var([0.1, 0.3, 0.2, -0.4]))
+    assert found['sequence'] == pytest.approx(np.var([0.2, 0.2, -0.4]))
+
+
+def test_what_is_left_out_of_a_record():
+    support = np.array([[[-1, -1], [4, 2], [1, -1]]])
+    batch = TokenBatch(
+        tokens=np.array([[0, 4, 1]]),
+        mask=np.array([[0, 1, 1]]),
+        advantages=np.zeros((1, 3)),
+        logp_old=np.zeros((1, 3)),
+        support=support,
+        routing=np.array([[[[0, 3]], [[1, 2]], [[-1, -1]]]], np.int8),
+    )
+    wide = [[[-1] * 5, [4, 2, -1, -1, -1], [1, -1, -1, -1, -1]]]
+    kept = policies.unrecorded(batch, 5, routing=True)
+    np.testing.assert_array_equal(kept.support, wide)
+    assert (kept.routing == -1).all() and kept.routing.dtype == np.int8
+    whole = policies.unrecorded(batch, 5, support=True)
+    np.testing.assert_array_equal(whole.support, [[[-1] * 5, range(5), range(5)]])
+    np.testing.assert_array_equal(whole.routing, batch.routing)
+
+
+def test_share_of_tokens_that_a_clip_stops():
+    part = types.SimpleNamespace(
+        mask=np.ones((1, 5)),
+        advantages=np.array([[1.0, 1.0, -1.0, -1.0, 0.0]]),
+        logp_old=np.zeros((1, 5)),
+    )
+    logp_new = np.log([[1.3, 0.5, 0.5, 1.3, 2.0]])  # stopped: the first and the third
+    done = types.SimpleNamespace(parts=[part], logp_new=[logp_new])
+    assert clip_band.share_of(done, np.array([0.2, 0.2])) == 0.5
+    assert clip_band.share_of(done, np.array([0.6, 0.2])) == 0.25
+
+
+def test_groups_with_a_gradient_and_noise_of_rewards():
+    mask = np.array([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]])
+    part = types.SimpleNamespace(
+        group=np.array([0, 0, 1, 1]), advantages=mask * [[1.0], [-1.0], [0.0], [0.0]], mask=mask
+    )
+    assert dynamic_sampling.mixed([part]) == 0.5
+    rollout = Rollout(
+        tokens=mask,
+        mask=mask,
+        rewards=np.array([1.0, 1.0, -1.0, -1.0], np.float32),
+        positive=np.array([1, 1, 0, 0]),
+        group=np.zeros(4, int),
+    )
+    # With the penalty: 1, .5, -1.5, -2.
+    found = dynamic_sampling.noise(rollout)
+    assert found['hard'] == 0
+    assert found['soft'] == pytest.approx(0.0625 / np.var([1.0, 0.5, -1.5, -2.0]))
+
+
+def test_a_direction_of_length():
+    at = np.array(length_direction.grid(5))
+    length = 20 + 2 * at @ [0.6, 0.8] + 0.5 * at[:, 0] * at[:, 1]
+    explained, change = length_direction.linear(np.c_[length, length])
+    np.testing.assert_allclose(change, 2 * 2 / 20)
+    left = 0.25 * np.mean((at[:, 0] * at[:, 1]) ** 2)
+    np.testing.assert_allclose(explained, 1 - left / np.var(length))
+    assert length_direction.linear(np.full((25, 2), 7.0)) == (0, 0)
+    path = np.outer([0.0, 1.0, 3.0], [3.0, 4.0, 0.0, 0.0]) / 5
+    axes, share = length_direction.components(path)
+    np.testing.assert_allclose(np.abs(axes[0]), [0.6, 0.8, 0, 0], atol=1e-12)
+    np.testing.assert_allclose(share, [1, 0], atol=1e-12)
+
+
 @pytest.mark.slow
 def test_a_claim_from_the_policy_to_the_verdict(tmp_path):
     places = [claim_lib.Place(seed, tmp_path, fast=True) for seed in (0, 1)]
@@ -154,3 +257,30 @@ def test_curves_of_an_arm_whose_sampler_differs(tmp_path):
     assert learning.curves(place, arm) == found
     same = learning.curves(place, arms.grpo())
     assert max(same['first_variance']) < 1e-9 < min(same['variance'])
+
+
+@pytest.fixture(scope='module')
+def shared(tmp_path_factory):
+    """A folder in which claims share the policies that they start from."""
+    return tmp_path_factory.mktemp('claims')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'name',
+    [
+        'idle_share',
+        'reward_scale',
+        'sampler_mismatch',
+        'replay_variance',
+        'clip_band',
+        'dynamic_sampling',
+        'length_direction',
+    ],
+)
+def test_a_claim_is_measured_judged_and_drawn(name, shared):
+    numbers = run.numbers_of(name, claim_lib.Place(0, shared, fast=True))
+    verdict = run.conclude(name, [numbers, numbers], shared / 'fast')
+    assert verdict.word in ('reproduced', 'not reproduced', 'inconclusive')
+    assert np.isfinite([verdict.value, *verdict.interval]).all()
+    assert (shared / 'fast' / f'{name}.png').is_file()

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments import policies
 from experiments.claim import COLOURS, Claim, Place, Verdict, decide, interval, spread, tidy
-from policyopt import reinforce
+from policyopt import losses, reinforce
 
 MODELS = {'dense': policies.DENSE, 'mixture': policies.MIXTURE}
 MINIBATCHES, RATE, TAU = 8, 1e-4, 1.0
 BINS = np.linspace(-0.5, 0.5, 81)
 
 
-def gate(log_ratio: Any) -> Any:
-    """SAPO's weight of a token, sech^2(tau (w - 1) / 2) with w = exp(log_ratio)."""
-    return 1 / np.cosh(TAU * (np.exp(log_ratio) - 1) / 2) ** 2
+def gate(log_ratio: Any) -> np.ndarray:
+    """SAPO's weight of a token, sech^2(tau (w - 1) / 2), w = exp(log_ratio); float64.
+
+    It is the slope of its surrogate in w where the advantage is 1.
+    """
+    surrogate = losses.soft_gated(TAU, TAU)
+    with jax.enable_x64(True):
+        at = jnp.asarray(log_ratio, jnp.float64)
+        slope = jax.grad(lambda x: jnp.sum(surrogate(x, jnp.ones_like(x))))(at)
+        return np.asarray(slope / jnp.exp(at))
 
 
 def measure(place: Place) -> dict[str, Any]:

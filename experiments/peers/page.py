@@ -25,8 +25,8 @@ programs in jax's persistent cache. Everything is float32.
 
 CISPO = (
     'Values of CISPO differ where gradients agree: both stand for a gradient and are no objective. '
-    'With the weight held fixed, ours multiplies it by log w and A, which is 0 at the first update, '
-    "TRL's by log p and A."
+    'With the weight held fixed, ours is weight x A x log-ratio, which is 0 at the first update, '
+    "and TRL's weight x A x log-prob."
 )
 
 
