@@ -193,8 +193,11 @@ def main(argv: list[str]) -> int | None:
     """Entry point."""
     if len(argv) > 1:
         raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
-    for name in PARTS.value:
-        checks.one_of('--parts', name, ALL)
+    try:
+        for name in PARTS.value:
+            checks.one_of('--parts', name, ALL)
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
     try:
         device = device_of(PLATFORM.value)
         host = jax.devices('cpu')[0]

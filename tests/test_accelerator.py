@@ -54,13 +54,15 @@ def test_without_an_accelerator_it_says_so_and_ends_well():
     assert found.returncode == 0, found.stderr
     assert 'no accelerator' in found.stdout and 'policyopt[cuda]' in found.stdout
     wrong = run('--parts=attentoin')
-    assert wrong.returncode and "'attention'" in wrong.stderr
+    assert wrong.returncode == 1 and 'Traceback' not in wrong.stderr
+    assert 'Did you mean `attention`?' in wrong.stdout + wrong.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('check', accelerator_checks.CHECKS)
 def test_checks_hold_between_two_devices_of_the_cpu(check, monkeypatch):
     monkeypatch.setattr(accelerator_checks, 'DRAWN', 4)
+    monkeypatch.delitem(accelerator_checks.CONFIGS, 'dense')  # the mixture has all of its parts
     found = list(accelerator_checks.CHECKS[check](CPU[1], CPU[0]))
     assert len(found) >= 2
     assert [f.what for f in found if not f.good] == []
@@ -72,11 +74,11 @@ def test_a_wrong_value_is_found_and_said(monkeypatch, capsys):
 
     def wrong(x, params, config, backend):
         y, *rest = layer(x, params, config, backend=backend)
-        return (y * 1.001 if backend == 'ragged' else y), *rest
+        return (y * 1.0005 if backend == 'ragged' else y), *rest
 
     monkeypatch.setattr(accelerator_checks.moe, 'moe_layer', wrong)
     found = list(accelerator_checks.moe_forms(CPU[0], CPU[0]))
-    assert [f.good for f in found] == [True, True, False, True]  # slopes are off by a thousandth
+    assert [f.good for f in found] == [True, True, False, True]  # slopes may be off by a thousandth
 
 
 @pytest.mark.slow

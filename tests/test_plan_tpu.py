@@ -74,7 +74,8 @@ def test_no_program_holds_what_it_should_not(step):
     rows = {'train': 2, 'score': 2, 'prefill': 1, 'decode': 2}[step]  # of a device
     # No logits of whole rows [B,T,V], and no scores of all pairs of tokens [B,H,T,T].
     length = 256 if step == 'prefill' else LENGTH
-    assert not [s for s in arrays(module) if VOCAB in s.dims and s.size >= rows * length * VOCAB]
+    wide = [s for s in arrays(module) if VOCAB in s.dims[1:]]  # the head itself is [V,D]
+    assert not [s for s in wide if s.size >= rows * length * VOCAB]
     assert not [s for s in arrays(module) if s.dims.count(LENGTH) > 1 and s.size >= LENGTH**2]
     # Large parameters come in parts, never whole; of those of layers, no more than one is gathered.
     shapes = jax.tree.leaves(setup().model.shapes())
@@ -113,7 +114,9 @@ def test_programs_take_the_forms_for_tpu(step):
     owned = {'train': ('parameters', 'optimizer'), 'decode': ('cache',)}.get(step, ())
     assert made.stats['alias'] >= sum(made.held[name] for name in owned)
     if step == 'decode':
-        assert made.stats['temp'] < made.held['cache']
+        half = made.held['cache'] / 2  # keys or values
+        moved = [i for where in module.computations.values() for i in where if 'copy' in i.opcode]
+        assert not [i for i in moved if max((s.bytes for s in i.shapes), default=0) >= half]
 
 
 def test_a_recorded_support_is_scored_without_logits():

@@ -56,13 +56,17 @@ def plan(
     if missing:
         setup = prepare(config, topology)
         programs = steps.programs(setup)
+        # Of the modules that were imported, before they may change while a program compiles.
+        made_by = {'source': store.source_hash(), 'versions': store.versions()}
+        counted_by = store.count_hash()
         for step in missing:
             before = None
             if step in older and kept is not None:
                 before = older[step], kept.made(keys[step])
             record, made = _compiled(programs[step], chip, setup.mesh, before)
-            made_by = {'source': store.source_hash(), 'versions': store.versions()}
             record |= {'label': label(setup, topology, step)} | made_by
+            if made is not None:
+                record['counted'] = counted_by
             if not record['fits']:
                 change = suggest.suggest(step, record['memory'], run_of(setup))
                 record['suggestion'] = None if change is None else list(change)
@@ -90,15 +94,14 @@ def _compiled(
         if stored is None or stored.pop('lowered') != text:
             return dict(older), None
         made = measure.Made(**stored | measure.inputs_of(program))
-        counts = measure.describe(made, chip)
-        return older | counts | {'counted': store.count_hash()}, made
+        return older | measure.describe(made, chip), made
     made = None
     try:
         made = measure.make(program, mesh, lowered)
     except Exception as error:  # of jax's runtime, whose class is not public
         record = measure.refused(program, error, chip)
     else:
-        record = measure.describe(made, chip) | {'counted': store.count_hash()}
+        record = measure.describe(made, chip)
     return record | {'lowered': text, 'compile_seconds': time.monotonic() - began}, made
 
 
