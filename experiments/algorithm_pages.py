@@ -69,53 +69,54 @@ def make(name: str) -> Algorithm:
     return algorithms.resolve(name, **REQUIRED.get(name, {}))
 
 
-def curves(algorithm: Algorithm, log_ratio: np.ndarray, advantage: float) -> Curves:
+def curves(name: str, log_ratio: np.ndarray, advantage: float) -> Curves:
     """Rows of one token each: what its loss says of ratios exp(log_ratio), [n]."""
-    x = jnp.asarray(log_ratio, jnp.float32)[:, None]
-    zero, one = jnp.zeros_like(x), jnp.ones_like(x)
-    rows = len(log_ratio)
-    batch = TokenBatch(
-        tokens=zero.astype(int),
-        mask=one,
-        advantages=advantage * one,
-        logp_old=zero,
-        group=jnp.zeros(rows, int),
-        positive=jnp.zeros(rows, int),
-    )
-    weights = algorithm.loss.weigh(batch)
-    explain = algorithm.loss.explain
-    assert explain is not None
+    found = _curves(name)(jnp.asarray(log_ratio, jnp.float32)[:, None], advantage)
+    return Curves(*(None if x is None else np.asarray(x)[:, 0] for x in found))
 
-    def terms(logp_new: jax.Array) -> Any:
+
+@functools.cache
+def _curves(name: str) -> Any:
+    """Jitted (log_ratio [n,1], advantage) -> objective, slope, whole, each [n,1]."""
+    algorithm = make(name)
+
+    def terms(logp_new: jax.Array, advantage: jax.Array) -> Any:
+        zero, one = jnp.zeros_like(logp_new), jnp.ones_like(logp_new)
+        rows = jnp.zeros(len(logp_new), int)
+        fixed = dict(logp_old=zero, mask=one, advantages=advantage * one, logp_behavior=zero)
+        ids = zero.astype(int)
+        weights = algorithm.loss.weigh(TokenBatch(tokens=ids, group=rows, positive=rows, **fixed))
         inputs = LossInputs(
             logp_new=logp_new,
-            logp_old=zero,
-            mask=one,
-            advantages=advantage * one,
-            logp_behavior=zero,
             logp_ref=zero,
             entropy=one,
             values=zero,
             values_old=zero,
             returns=zero,
-            segment=zero.astype(int),
+            segment=ids,
             coefficients=controllers.init(algorithm.controllers),
+            **fixed,
         )
-        return explain(inputs, weights)['policy']
+        assert algorithm.loss.explain is not None
+        return algorithm.loss.explain(inputs, weights)['policy']
 
-    def gated(logp_new: jax.Array) -> jax.Array:
-        found = terms(logp_new)
-        gates = functools.reduce(jnp.multiply, (found.gates or {}).values(), one)
-        return jax.lax.stop_gradient(gates) * found.objective
+    def gated(logp_new: jax.Array, advantage: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = terms(logp_new, advantage)
+        gate = functools.reduce(jnp.multiply, found.gates.values(), jnp.ones_like(logp_new))
+        objective = jax.lax.stop_gradient(gate) * found.objective
+        return jnp.sum(objective), objective
 
-    def penalties(logp_new: jax.Array) -> jax.Array:
-        return sum((terms(logp_new).penalties or {}).values(), zero)
+    def penalty(logp_new: jax.Array, advantage: jax.Array) -> tuple[jax.Array, bool]:
+        found = terms(logp_new, advantage).penalties
+        return jnp.sum(sum(found.values(), jnp.zeros_like(logp_new))), bool(found)
 
-    slope = np.asarray(jax.grad(lambda l: jnp.sum(gated(l)))(x))[:, 0]
-    whole = None
-    if terms(x).penalties:
-        whole = slope - np.asarray(jax.grad(lambda l: jnp.sum(penalties(l)))(x))[:, 0]
-    return Curves(np.asarray(gated(x))[:, 0], slope, whole)
+    @jax.jit
+    def run(log_ratio: jax.Array, advantage: jax.Array) -> tuple[Any, ...]:
+        slope, objective = jax.grad(gated, has_aux=True)(log_ratio, advantage)
+        added, some = jax.grad(penalty, has_aux=True)(log_ratio, advantage)
+        return objective, slope, slope - added if some else None
+
+    return run
 
 
 # ============================================================================ the pictures
@@ -135,11 +136,11 @@ def draw(name: str, path: Path) -> None:
     """Draw objective and coefficient of one algorithm."""
     from matplotlib.figure import Figure
 
-    algorithm, x = make(name), ratios(name)
+    x = ratios(name)
     figure = Figure(figsize=(6.4, 2.1), dpi=80)
     axes = figure.subplots(1, 2)
     for advantage, colour in ((1.0, '#0072B2'), (-1.0, '#D55E00')):
-        found = curves(algorithm, np.log(x), advantage)
+        found = curves(name, np.log(x), advantage)
         start = np.interp(1, x, found.objective)
         axes[0].plot(x, found.objective - start, color=colour, label=f'A = {advantage:+.0f}')
         axes[1].plot(x, found.slope, color=colour)

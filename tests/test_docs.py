@@ -14,7 +14,6 @@ import typing
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -273,9 +272,12 @@ def test_wrong_names_are_seen():
 def shapes(name: str):
     """Metrics of a named algorithm's loss and of the diagnostics, by abstract evaluation."""
     algorithm, arrays = batches.algorithm(name), batches.random_arrays(0, rows=2, width=3)
-    inputs = batches.loss_inputs(arrays, algorithm)
-    weights = algorithm.loss.weigh(batches.token_batch(arrays))
-    return jax.eval_shape(lambda x: algorithm.loss.apply(x, weights).metrics, inputs)
+    inputs, batch = batches.loss_inputs(arrays, algorithm), batches.token_batch(arrays)
+
+    def run(inputs, batch):
+        return algorithm.loss.apply(inputs, algorithm.loss.weigh(batch)).metrics
+
+    return jax.eval_shape(run, inputs, batch)
 
 
 def flat(found) -> set[str]:
@@ -292,15 +294,16 @@ def flat(found) -> set[str]:
 
 def test_metrics_of_losses_and_updates_are_in_the_dashboard_page():
     names = set().union(*(flat(shapes(name)) for name in algorithms.names()))
-    assert {'policy/frozen', 'value/clipped', 'nll/logp', 'policy/penalty'} <= names | {
-        'value/clipped'
-    }
+    assert {'policy/frozen', 'value/error', 'nll/logp', 'policy/penalty'} <= names
     inputs = batches.loss_inputs(batches.random_arrays(0), batches.algorithm('ppo_clip'))
     names |= flat(jax.eval_shape(losses.diagnostics.diagnose, inputs))
-    names |= flat(updates.explained(inputs.values, inputs.returns, jnp.asarray(inputs.mask)))
-    names |= flat(updates.load_metrics(jnp.ones((2, 4))))
-    tree = dict(embed=jnp.ones(2), dense=dict(attention=jnp.ones(2), mlp=jnp.ones(2)))
-    names |= flat(updates.norm_metrics('grad_norm', tree)) | {'value/clipped'}
+    names |= flat(
+        jax.eval_shape(updates.explained, inputs.values, inputs.returns, np.asarray(inputs.mask))
+    )
+    names |= flat(jax.eval_shape(updates.load_metrics, np.ones((2, 4))))
+    tree = dict(embed=np.ones(2), dense=dict(attention=np.ones(2), mlp=np.ones(2)))
+    norms = functools.partial(updates.norm_metrics, 'grad_norm')
+    names |= flat(jax.eval_shape(norms, tree)) | {'value/clipped'}
     assert {'ratio/token_log/p99', 'value/explained_at/9', 'moe/unused/1'} <= names
     assert not pages.undocumented(names)
 
@@ -404,12 +407,12 @@ def test_compositions_and_defaults_are_read_from_the_code():
 def test_pictures_show_the_losses():
     """The published slopes at ratio 2 and .5, by hand."""
     x = np.log([0.5, 1.0, 2.0])
-    grpo = algorithm_pages.curves(algorithm_pages.make('grpo'), x, 1.0)
+    grpo = algorithm_pages.curves('grpo', x, 1.0)
     np.testing.assert_allclose(grpo.slope, [0.5, 1, 0], rtol=1e-6)
     np.testing.assert_allclose(grpo.objective, [0.5, 1, 1.2], rtol=1e-6)
     # The penalty's part, -beta (1 - q/p), with q = old.
     np.testing.assert_allclose(grpo.whole - grpo.slope, -0.04 * (1 - 1 / np.exp(x)), atol=1e-6)
-    down = algorithm_pages.curves(algorithm_pages.make('grpo'), x, -1.0)
+    down = algorithm_pages.curves('grpo', x, -1.0)
     np.testing.assert_allclose(down.slope, [0, -1, -2], rtol=1e-6)
-    sapo = algorithm_pages.curves(algorithm_pages.make('sapo'), x, 1.0)
+    sapo = algorithm_pages.curves('sapo', x, 1.0)
     np.testing.assert_allclose(sapo.slope[2], 2 / np.cosh(0.5) ** 2, rtol=1e-5)
