@@ -14,8 +14,8 @@ DASHES = ('-', '--', '-.', ':')
 
 def collapse(steps: Sequence[int], accuracy: Sequence[float]) -> float:
     """First step from which accuracy stays below half of its peak until then; NaN without one."""
-    accuracy = np.asarray(accuracy, np.float64)
-    lost = accuracy < np.maximum.accumulate(accuracy) / 2
+    values = np.asarray(accuracy, np.float64)
+    lost = values < np.maximum.accumulate(values) / 2
     if not lost[-1]:
         return float('nan')
     last = np.flatnonzero(~lost)

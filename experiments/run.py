@@ -67,11 +67,11 @@ def numbers_of(name: str, place: Place) -> Any:
     found = held(name, place)
     if found is not None:
         return found
-    began = time.monotonic()
+    began, source = time.monotonic(), source_of(name)
     found = load(name).measure(place)
     path = place.folder / name / f'{"fast_" * place.fast}{place.seed}.json'
     seconds = round(time.monotonic() - began, 1)
-    save(path, {'numbers': found, 'seconds': seconds, 'source': source_of(name)})
+    save(path, {'numbers': found, 'seconds': seconds, 'source': source})
     return json.loads(path.read_text())['numbers']
 
 
@@ -147,7 +147,9 @@ def page() -> str:
     ]
     for name in names():
         claim, verdict = load(name), verdict_of(name)
-        word = f'[{verdict.word}](#{name})' if verdict else 'not run yet'
+        word = f'not run yet, {claim.minutes:g} minutes a seed'
+        if verdict:
+            word = f'[{verdict.word}](#{name})'
         out.append(f'| {claim.text} | {claim.source} | {claim.published} | {word} |')
     for name in names():
         verdict = verdict_of(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from policyopt import advantages, checks, losses
 from policyopt.types import Algorithm, identity
 
@@ -21,5 +24,18 @@ def normalised(by: str, eps: float = 0.2) -> Algorithm:
             ratio=losses.token_ratio(),
             surrogate=losses.clipped(eps),
             aggregate=losses.sequence_mean(),
+        ),
+    )
+
+
+def unclipped(gates: Sequence[Any] = ()) -> Algorithm:
+    """GRPO without clip and reference policy: each token has its importance ratio as a weight."""
+    return Algorithm(
+        advantages=advantages.group_zscore(),
+        loss=losses.policy_loss(
+            ratio=losses.token_ratio(),
+            surrogate=losses.unclipped(),
+            aggregate=losses.sequence_mean(),
+            gates=gates,
         ),
     )

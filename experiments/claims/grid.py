@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from experiments import ablation_grid, arms, curves, learning
-from experiments.claim import Claim, Place, Verdict, decide, interval
+from experiments.claim import COLOURS, Claim, Place, Verdict, decide, interval, line, spread, tidy
 
 PUBLISHED = ablation_grid.SEQUENCE_CLIP
 NEEDED = 0.02  # of accuracy, for an effect that counts
 
 
-def _cell(name: str) -> learning.Arm:
+def cell(name: str) -> learning.Arm:
+    """An arm of the grid."""
     clips = dict(token_clip=arms.TOKEN_CLIP, sequence_clip=arms.SEQUENCE_CLIP)
     clips = {key: list(value) for key, value in clips.items()}
     return learning.Arm('experiments.ablation_grid.named', dict(cell=name, **clips))
@@ -21,20 +22,13 @@ def _cell(name: str) -> learning.Arm:
 
 CELLS = {  # the first and the last have the gradients of TT and SS
     'TT': arms.grpo(),
-    'TS': _cell('TS'),
-    'ST': _cell('ST'),
+    'TS': cell('TS'),
+    'ST': cell('ST'),
     'SS': arms.gspo(),
 }
 ARMS = CELLS | {
     'SS published': arms.gspo(*PUBLISHED),
-    'T unclipped': _cell('T_unclipped'),
-    'S unclipped': _cell('S_unclipped'),
-}
-LABELS = {
-    'TT': 'token weight, token clip (GRPO)',
-    'TS': 'token weight, sequence clip',
-    'ST': 'sequence weight, token clip',
-    'SS': 'sequence weight, sequence clip (GSPO)',
+    'T unclipped': cell('T_unclipped'),
 }
 
 
@@ -85,19 +79,36 @@ def judge(seeds: list[Any]) -> Verdict:
 
 
 def draw(figure: Any, seeds: list[Any]) -> None:
-    left, right = figure.subplots(1, 2, sharey=True)
-    curves.draw(left, seeds, LABELS)
-    left.set(ylabel='held-out accuracy', title='clips that stop as many tokens')
-    others = {
-        'SS published': 'GSPO, published eps',
-        'S unclipped': 'sequence weight, no clip',
-        'T unclipped': 'token weight, no clip',
+    figure.set_size_inches(8.4, 5.4)
+    axes = figure.subplots(2, 2, sharex=True, sharey=True)
+    names = {'TT': 'GRPO', 'SS': 'GSPO'}
+    beside = {
+        'TT': ('T unclipped', 'without a clip'),
+        'SS': ('SS published', "GSPO's published eps"),
     }
-    curves.draw(right, seeds, others, first=4)
-    right.set(title='controls')
-    for axis in (left, right):
-        axis.title.set_fontsize(9)
-        axis.legend(frameon=False, fontsize=7, loc='upper left')
+    step = seeds[0]['TT']['step']
+    for axis, (own, colour) in zip(axes.flat, zip(CELLS, COLOURS, strict=False), strict=True):
+        for other in CELLS:
+            if other != own:
+                mean = spread(seeds, other, 'accuracy').mean(0)
+                axis.plot(step, mean, color='0.7', lw=1, label='means of the other cells')
+        if own in beside:
+            arm, label = beside[own]
+            mean = spread(seeds, arm, 'accuracy').mean(0)
+            axis.plot(step, mean, color='black', lw=1.5, ls='--', label=f'mean {label}')
+        label = ', '.join(filter(None, [own, names.get(own)]))
+        line(axis, step, spread(seeds, own, 'accuracy'), f'{label}: mean and range', colour)
+        handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        axis.legend(
+            handles.values(), handles, frameon=False, fontsize=8, loc='lower right', reverse=True
+        )
+        axis.set(ylim=(0, None))
+        tidy(axis)
+    for column, title in enumerate(('clip of a token', 'clip of an answer')):
+        axes[0, column].set_title(title, fontsize=10)
+        axes[1, column].set_xlabel('RL step')
+    for row, title in enumerate(('weight of a token', 'weight of an answer')):
+        axes[row, 0].set_ylabel(f'{title}\nheld-out accuracy')
 
 
 CLAIM = Claim(
