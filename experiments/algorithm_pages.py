@@ -71,8 +71,9 @@ def make(name: str) -> Algorithm:
 
 def curves(name: str, log_ratio: np.ndarray, advantage: float) -> Curves:
     """Rows of one token each: what its loss says of ratios exp(log_ratio), [n]."""
-    found = _curves(name)(jnp.asarray(log_ratio, jnp.float32)[:, None], advantage)
-    return Curves(*(None if x is None else np.asarray(x)[:, 0] for x in found))
+    rows = jnp.asarray(log_ratio, jnp.float32)[:, None]
+    objective, slope, whole = jax.device_get(_curves(name)(rows, advantage))
+    return Curves(objective[:, 0], slope[:, 0], None if whole is None else whole[:, 0])
 
 
 @functools.cache
