@@ -87,6 +87,20 @@ def run_mesh(
     return mesh if mesh.size > 1 else None
 
 
+def check_gather(mesh: Mesh | None, model: Any) -> None:
+    """Raise ValueError where the axes of rows hold no parts of weights that could be gathered."""
+    rules = model.rules, sharding.gathered_rules(model.rules)
+    placed = [
+        None if mesh is None else sharding.param_shardings(model.axes(), model.shapes(), mesh, r)
+        for r in rules
+    ]
+    if placed[0] == placed[1]:
+        raise ValueError(
+            'config.rollout.engine.gather is True, but no mesh axis splits rows and weights; legal '
+            "is False, or a mesh with such an axis ('fsdp')"
+        )
+
+
 def check(
     mesh: Mesh | None,
     models: Iterable[Any],

@@ -252,6 +252,8 @@ def prepare(config: Mapping[str, Any], problems: bool = True, devices: Any = Non
         assert c.rollout.engine is not None  # as it is checked
         slots = {'config.rollout.engine.slots': c.rollout.engine.slots}
         layout.check(setup.generators[0], [model], slots, named='config.asynchronous.mesh')
+    if c.rollout.engine is not None and c.rollout.engine.gather:
+        layout.check_gather(mesh if a is None else setup.generators[0], model)
     _check_sizes(c, task)
     if algorithm.update.step is not None and c.optimizer != learner_lib.OptimizerConfig():
         raise ValueError(

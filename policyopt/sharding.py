@@ -212,6 +212,15 @@ def constrain(x: jax.Array, axes: Sequence[str | None], rules: Rules = DEFAULT_R
     return jax.lax.with_sharding_constraint(x, PartitionSpec() if spec is None else spec)
 
 
+def gathered_rules(rules: Rules) -> Rules:
+    """Rules that split no parameter over the mesh axes of rows, but experts as they do."""
+    rows = dict(rules).get('batch', ())
+    return tuple(
+        (name, axes if name in ('batch', 'experts') else tuple(a for a in axes if a not in rows))
+        for name, axes in rules
+    )
+
+
 def feed(tree: Any, rules: Rules = DEFAULT_RULES) -> Any:
     """The host's arrays [B,...] on the ambient mesh, rows split as the rules say.
 

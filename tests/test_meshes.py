@@ -27,6 +27,7 @@ from policyopt import (
     train,
 )
 from policyopt import loop as loop_lib
+from policyopt.plan import hlo
 from policyopt.sampling import decode, slots
 from policyopt.sampling.rules import make_rules
 from tests.learning import none
@@ -244,6 +245,38 @@ def test_the_cache_is_split_in_the_samplers(mesh, rows):
             assert x.sharding.is_equivalent_to(cache_of(setup), 5), x.sharding
 
 
+@pytest.mark.slow
+def test_weights_are_gathered_once_for_several_tokens():
+    """The decoder's loop gathers none, and draws the same tokens."""
+    setup = prepared(dict(fsdp=2, expert=2, tensor=2), num_layers=2)
+    model, rows, found = setup.model, 8, {}
+    static, rules = make_rules(model, setup.config.sampling, rows, None, None)
+    keys = jax.random.split(jax.random.key(1), rows)
+    with sharding.use(setup.mesh):
+        params = layout.init(model, jax.random.key(0))
+        fields = dict(active=np.ones(rows, bool), keys=np.asarray(jax.random.key_data(keys)))
+        live = slots.Live(fed=np.ones(rows, np.int32), drawn=np.ones(rows, np.int32), **fields)
+        for gather in (False, True):
+            cache = slots.empty(model, rows, 9)
+            inputs = (model, params, cache, None, live, rules, None, np.int32(rows))
+            common = dict(static=static, impl=jax.random.key_impl(keys), steps=3, bucket=9)
+            program = slots.decode.lower(*inputs, **common, gather=gather).compile()
+            _, _, records = program(*(x for x in inputs if x is not model))
+            module = hlo.parse(program.as_text())
+            inside = {
+                s.dims
+                for where in module.computations.values()
+                for i in where
+                if i.opcode == 'all-gather' and where.name != module.entry
+                for s in i.shapes
+            }
+            found[gather] = inside, records
+    np.testing.assert_array_equal(found[True][1].token, found[False][1].token)
+    np.testing.assert_allclose(found[True][1].logp, found[False][1].logp, atol=2e-6)
+    assert (1, 4, 16, 4) in found[False][0]  # the query heads of one layer
+    assert found[True][0] <= {(4, 16), (8, 16)}  # logits of the rows drawn
+
+
 # ============================================================================ another mesh
 
 
@@ -322,6 +355,10 @@ def test_a_run_goes_on_on_another_mesh(first, then, tmp_path, capsys):
         (
             dict(mesh=(('expert', 8),), model=DENSE),
             "config.mesh gives 8 devices to 'expert', which splits no parameter",
+        ),
+        (
+            dict(mesh=(('data', 8),), rollout__engine=dict(slots=8, gather=True)),
+            'config.rollout.engine.gather is True, but no mesh axis splits rows and weights',
         ),
     ],
 )

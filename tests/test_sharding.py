@@ -45,6 +45,11 @@ def test_rules_are_checked_and_kv_heads_follow_heads():
     assert sharding.make_rules() == sharding.DEFAULT_RULES
     with pytest.raises(ValueError, match=r"'head', which no array has.*Did you mean `heads`"):
         sharding.make_rules({'head': 'tensor'})
+    # Weights are whole but for experts and what rows are not split over.
+    rules = {'batch': ('fsdp', 'expert'), 'embed': 'fsdp', 'mlp': ('fsdp', 'tensor')}
+    rules = sharding.make_rules(rules | {'experts': 'expert'})
+    wanted = dict(rules) | {'embed': (), 'mlp': ('tensor',)}
+    assert dict(sharding.gathered_rules(rules)) == wanted
 
 
 def test_a_mesh_axis_splits_one_dimension_only():

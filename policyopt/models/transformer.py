@@ -15,7 +15,7 @@ from policyopt.models import adapters as adapters_lib
 from policyopt.models import stack
 from policyopt.models.adapters import AdapterConfig
 from policyopt.models.attention import attention, cached_attention
-from policyopt.models.cache import Cache, init_cache, read, write
+from policyopt.models.cache import CACHE, Cache, init_cache, read, write
 from policyopt.models.config import ModelConfig
 from policyopt.models.layers import Block, Trunk, initialise, rms_norm, rope_table
 from policyopt.sharding import DEFAULT_RULES, Rules, constrain, make_rules
@@ -23,8 +23,6 @@ from policyopt.types import Array
 
 Params = dict[str, Any]
 ACTIVATION = ('batch', 'length', None)
-# [L,B,KV,S,hd]. Layers and positions are never split: one step writes one of each.
-CACHE = (None, 'batch', 'kv_heads', None, 'head_dim')
 
 
 class Hidden(NamedTuple):
@@ -252,8 +250,9 @@ class Model:
         )
 
         def mix(layer, state, q, k, v):
-            keys = self._split(write(state[0], layer, cache.length, count, k))
-            values = self._split(write(state[1], layer, cache.length, count, v))
+            at = layer, cache.length, count
+            keys = self._split(write(state[0], *at, k, self.rules))
+            values = self._split(write(state[1], *at, v, self.rules))
             seen = read(keys, layer, size), read(values, layer, size, cache.length + count)
             return attend(q, *seen, cache.length), (keys, values)
 

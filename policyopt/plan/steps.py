@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from policyopt import optimizer, recipe, scoring, sharding
+from policyopt.models.cache import CACHE
 from policyopt.models.router import routing_dtype
-from policyopt.models.transformer import CACHE
 from policyopt.sampling import slots as slots_lib
 from policyopt.sampling.config import EngineConfig
 from policyopt.sampling.rules import make_rules
@@ -56,6 +56,7 @@ class Sizes(NamedTuple):
       slots: rows that decode together.
       steps: tokens that one call of the decoder draws for each.
       prefill: prompts of a prefill.
+      gather: whether the decoder gathers weights once for its tokens, see `EngineConfig`.
     """
 
     rows: int
@@ -65,6 +66,7 @@ class Sizes(NamedTuple):
     slots: int
     steps: int
     prefill: int
+    gather: bool = False
 
 
 def sizes_of(c: Any) -> Sizes:
@@ -86,7 +88,8 @@ def sizes_of(c: Any) -> Sizes:
     if c.length_buckets is not None:
         micro = max(c.length_buckets.token_budget // c.length_buckets.widths[-1], 1)
     width = prompt + c.sampling.max_new_tokens
-    return Sizes(rows, micro, width, prompt, engine.slots, engine.steps, engine.prefill_rows)
+    whole = engine.slots, engine.steps, engine.prefill_rows, engine.gather
+    return Sizes(rows, micro, width, prompt, *whole)
 
 
 def programs(setup: recipe.Setup) -> dict[str, Program]:
@@ -270,6 +273,7 @@ def _sampling(setup: recipe.Setup, sizes: Sizes, params: Any) -> dict[str, Progr
         return slots_lib.decode.lower(
             model, params, cache, None, live, rules, None, patience,
             static=static, impl=jax.random.key_impl(key), steps=sizes.steps, bucket=sizes.width,
+            gather=sizes.gather,
         )  # fmt: skip
 
     def prefill() -> Any:

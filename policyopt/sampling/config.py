@@ -199,6 +199,9 @@ class EngineConfig:
       prefill_width: shortest prefill; wider ones are this times a power of two.
       bucket: shortest stretch of the cache that attention reads; longer ones are this times a power
         of two.
+      gather: gather the parts of weights that the mesh axes of rows hold (fsdp) once for each call
+        of `steps` tokens, not for each token; a device then holds its share of the whole weights
+        during the call, beside its part. Where there is no such axis it changes nothing.
       chunk: observation tokens fed at once.
       workers: environment calls under way at once.
       time_limit: seconds that one of them may take.
@@ -219,6 +222,7 @@ class EngineConfig:
     prefill_rows: int = 1
     prefill_width: int = 16
     bucket: int = 128
+    gather: bool = False
     chunk: int = 32
     workers: int = 8
     time_limit: float = 10.0
@@ -230,7 +234,7 @@ class EngineConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in ('grace', 'parked') else 1
-            if field.name != 'time_limit' and value is not None and value < least:
+            if field.name not in ('time_limit', 'gather') and value is not None and value < least:
                 raise ValueError(f'{field.name} is {value}; legal is {least} or more')
         for name in ('refill', 'min_slots'):
             value = getattr(self, name)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from policyopt import sharding
 from policyopt.sampling.config import Finish
 from policyopt.sampling.rules import Next, Rules, Static, next_token
 from policyopt.types import Array, struct
@@ -175,7 +176,7 @@ def admit(
 
 @functools.partial(
     jax.jit,
-    static_argnames=('model', 'static', 'impl', 'steps', 'bucket'),
+    static_argnames=('model', 'static', 'impl', 'steps', 'bucket', 'gather'),
     donate_argnames=('cache',),
 )
 def decode(
@@ -192,6 +193,7 @@ def decode(
     impl: Any,
     steps: int,
     bucket: int,
+    gather: bool = False,
 ) -> tuple[Any, Any, Records]:
     """Up to `steps` tokens for every active slot.
 
@@ -204,7 +206,10 @@ def decode(
       slots: [M] int32, which these are; N for rows that only fill up the shape. None: all N, in
         order, and nothing is copied.
       bucket: as in `model.extend`.
+      gather: see `EngineConfig`.
     """
+    if gather:
+        model, params = _gathered(model, params)
     whole = cache, constraint
     cache, constraint = _take(cache, constraint, slots, bucket)
     keys = jax.random.wrap_key_data(live.keys, impl=impl)
@@ -237,6 +242,14 @@ def decode(
     carry = (cache, constraint, jax.tree.map(jnp.asarray, live), records)
     cache, constraint, _, records = jax.lax.while_loop(going, body, carry)
     return *_put(*whole, cache, constraint, slots), records
+
+
+def _gathered(model: Any, params: Any) -> tuple[Any, Any]:
+    """Parameters as `sharding.gathered_rules` lay them out, and the model of those rules."""
+    rules = sharding.gathered_rules(model.rules)
+    pin = functools.partial(sharding.constrain, rules=rules)
+    axes = {name: axes for name, axes in model.axes().items() if name in params}
+    return dataclasses.replace(model, rules=rules), jax.tree.map(pin, params, axes)
 
 
 def _take(cache: Any, constraint: Any, slots: Array | None, bucket: int) -> tuple[Any, Any]:

@@ -207,6 +207,7 @@ class Table:
             impl=self._impl,
             steps=self._engine.steps,
             bucket=self._bucket(longest + self._engine.steps),
+            gather=self._engine.gather,
         )
         records = hosts.fetch(records)
         columns = np.arange(self._count) if slots is None else slots
