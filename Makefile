@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help setup test test-slow quickstart smollm2 peers lint format figures docs clean
+.PHONY: help setup test test-slow quickstart smollm2 peers lint format figures notebooks docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -13,7 +13,7 @@ help:  ## Show the targets.
 $(BIN)/.installed: setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q -e '.[figures,tasks,models,math,language,code,published,tensorboard,test,lint]'
+	$(BIN)/pip install -q -e '.[figures,tasks,models,math,language,code,published,tensorboard,test,notebooks,lint]'
 	@touch $@
 
 setup: $(BIN)/.installed  ## Create the virtual environment and install everything.
@@ -58,6 +58,9 @@ figures: setup  ## Draw the figures of the README and the docs.
 
 docs: setup  ## Write docs/algorithms.md anew, with its pictures, from the code.
 	$(BIN)/python -m experiments.algorithm_pages
+
+notebooks: setup  ## Write the .ipynb of each notebook from its .py.
+	$(BIN)/python -m experiments.notebooks
 
 clean:  ## Remove the virtual environment and caches (never runs/).
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

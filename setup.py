@@ -56,6 +56,7 @@ setup(
             'pytest-xdist>=3.6',
             'scipy>=1.13',
         ],
+        'notebooks': ['ipykernel>=6.29', 'jupytext>=1.16', 'nbclient>=0.10'],
         'lint': ['pyright>=1.1.400', 'ruff>=0.12'],
     },
 )

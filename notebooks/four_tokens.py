@@ -1,9 +1,14 @@
 # ---
 # jupyter:
 #   jupytext:
+#     formats: ipynb,py:percent
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
 # ---
 
 # %% [markdown]
@@ -15,6 +20,7 @@
 
 # %%
 import jax
+import matplotlib.pyplot as plt
 import numpy as np
 
 import policyopt as po
@@ -85,8 +91,26 @@ dapo = -np.array([[1.1 * a, 0, 1.0 * a], [0.9 * -a, 0, 0]]) / 4
 np.testing.assert_allclose(gradients['dapo'], dapo, rtol=1e-4, atol=1e-6)
 gspo = -np.array([[sequence_ratios[0, 0] * a / 3] * 3, [0.9 * -a, 0, 0]]) / 2
 np.testing.assert_allclose(gradients['gspo'], gspo, rtol=1e-4, atol=1e-6)
-gradients
+
+figure, axis = plt.subplots(figsize=(7, 3), layout='constrained')
+labels = ['right, token 1', 'right, token 2', 'right, token 3', 'wrong, token 1']
+for shift, (name, colour) in enumerate((('dapo', '#0072B2'), ('gspo', '#D55E00'))):
+    push = -np.asarray(gradients[name])[mask == 1]
+    axis.bar(np.arange(4) + 0.4 * shift - 0.2, push, 0.4, color=colour, label=name)
+axis.axhline(0, color='k', lw=0.8)
+axis.set_xticks(range(4), labels)
+axis.set(ylabel='push on log-prob', title='Minus the gradient of each token')
+axis.legend(frameon=False, fontsize=8)
+plt.show()
 
 # %% [markdown]
-# The wrong answer's token fell by a factor .9 and is pushed further down. Lower `p_new[1, 0]` to
-# .15: the ratio falls below 1 - .2 and both algorithms let go of it.
+# The wrong answer's token fell by a factor .9 and is pushed further down. At .15 the ratio falls
+# below 1 - .2, and both algorithms let go of it.
+
+# %%
+lower = np.log(np.where(p_new == np.float32(0.18), np.float32(0.15), p_new))
+for name, algorithm in algorithms.items():
+    slope = jax.grad(
+        lambda x, a=algorithm, w=weights[name]: a.loss.apply(inputs.replace(logp_new=x), w).loss
+    )(lower)
+    assert slope[1, 0] == 0 and slope[0, 0] != 0

@@ -100,7 +100,7 @@ def declared() -> set[str]:
 def test_every_dependency_has_its_line_and_every_line_a_dependency():
     listed = {n for row in rows('Dependencies') for n in re.findall('`([^`]+)`', row[0])}
     extras = {'figures', 'tasks', 'models', 'smollm2', 'math', 'language', 'code', 'published'}
-    extras |= {'tensorboard', 'cuda', 'tpu-plan', 'test', 'lint'}
+    extras |= {'tensorboard', 'cuda', 'tpu-plan', 'test', 'notebooks', 'lint'}
     assert listed - extras == declared()
 
 

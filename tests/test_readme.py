@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import runpy
 
 import numpy as np
 import pytest
@@ -60,10 +59,3 @@ def test_continuous_integration_runs_what_the_readme_knows():
     assert commands == ['make lint', 'make test', 'make test-slow']
     readme = (ROOT / 'README.md').read_text()
     assert all(command in readme for command in commands)
-
-
-@pytest.mark.parametrize(
-    'notebook', sorted((ROOT / 'notebooks').glob('*.py')), ids=lambda p: p.name
-)
-def test_notebooks_run(notebook):
-    runpy.run_path(str(notebook))
