@@ -100,7 +100,7 @@ def cells() -> list[Cell]:
 
 def _cell(model: str, algorithm: str, length: int, topology: str, step: str) -> Cell:
     mesh, shards = SIZES[model, topology]
-    parts = 2 if length == SHORT else 1  # of a minibatch
+    parts = 2 if length == SHORT else 4 if model == LARGE else 1  # of a minibatch
     sizes = f'{mesh},rows={2 * shards * parts},microbatches={parts}'
     sizes += f',slots={4 * shards if length == SHORT else shards}'
     return Cell(model, algorithm, length, topology, step, sizes)

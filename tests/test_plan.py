@@ -257,10 +257,12 @@ MESH = dict(data=8, fsdp=8, tensor=1)
         ('train', dict(parameters=1.0, temporary=200.0), dict(remat='none'), 'model.remat', 'full'),
         ('train', dict(parameters=1.0, temporary=200.0), {}, 'microbatches', 2),
         ('train', dict(), dict(rows=320, micro=320), 'microbatches', 5),  # 5 rows of a device
+        ('train', dict(temporary=300.0), dict(rows=512, micro=512), 'microbatches', 4),
         ('train', dict(), dict(rows=384, micro=192), 'microbatches', 6),
         ('train', dict(parameters=1.0), dict(micro=64), 'mesh.fsdp', 16),
         ('train', dict(), dict(micro=64, mesh=dict(fsdp=64)), 'mesh.tensor', 2),
         ('decode', dict(parameters=1.0, cache=90.0), {}, 'rollout.engine.slots', 128),
+        ('decode', dict(parameters=1.0, cache=260.0), {}, 'rollout.engine.slots', 64),
     ],
 )
 def test_what_is_suggested(step, memory, run, field, value):
@@ -292,8 +294,18 @@ def test_nothing_is_left_to_suggest():
 
 def test_what_the_compiler_says_of_memory():
     text = 'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 120.50G of 95.74G hbm.'
-    assert measure.out_of_memory(text) == 120.5 * 2**30
+    assert measure.out_of_memory(text) == {'total': 120.5 * 2**30}
+    text = (
+        'RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory '
+        'required for HLO temporaries (27.23G) exceeds available HBM (15.75G). HLO module: jit_f.'
+    )
+    assert measure.out_of_memory(text) == {'temporary': 27.23 * 2**30}
     assert measure.out_of_memory('INVALID_ARGUMENT: no') is None
+    assert measure.out_of_memory('RESOURCE_EXHAUSTED: more') == {'total': math.inf}
+    # What it says of temporary memory comes to what the program is given.
+    program = steps.Program(lambda: None, 1, {}, {'parameters': 2.0**30}, {})
+    memory = measure.refused(program, RuntimeError(text), CHIP)['memory']
+    assert memory['total'] == 28.23 * 2**30 and memory['temporary'] == 27.23 * 2**30
 
 
 def test_models_are_described_without_their_weights(tmp_path):
