@@ -88,13 +88,13 @@ def _compiled(
         return measure.too_large(program, chip), None
     lowered = program.lower()
     text = store.text_hash(lowered.as_text())
-    older, stored = before or (None, None)
-    same = older is not None and older.get('lowered') == text
-    if same and older['versions'] == store.versions():
-        if stored is None or stored.pop('lowered') != text:
-            return dict(older), None
-        made = measure.Made(**stored | measure.inputs_of(program))
-        return older | measure.describe(made, chip), made
+    if before is not None:
+        older, stored = before
+        if (older.get('lowered'), older['versions']) == (text, store.versions()):
+            if stored is None or stored.pop('lowered') != text:
+                return dict(older), None
+            made = measure.Made(**stored | measure.inputs_of(program))
+            return older | measure.describe(made, chip), made
     made = None
     try:
         made = measure.make(program, mesh, lowered)
