@@ -129,7 +129,7 @@ def minibatch(host: Any, model: Any, params: Any) -> Any:
     rollout, rng = drawn(host, model, params), np.random.default_rng(2)
     mask = np.asarray(rollout.mask, np.float32)
     old = rollout.logp_behavior + 0.1 * rng.normal(size=mask.shape) * mask
-    return po.TokenBatch(
+    fields: dict[str, Any] = dict(
         tokens=rollout.tokens,
         mask=mask,
         advantages=(rng.normal(size=(ROWS, 1)) * mask).astype(np.float32),
@@ -139,6 +139,7 @@ def minibatch(host: Any, model: Any, params: Any) -> Any:
         group=np.arange(ROWS, dtype=np.int32) // 2,
         routing=rollout.routing,
     )
+    return po.TokenBatch(**fields)
 
 
 def train_step(device: Any, host: Any) -> Iterator[Found]:

@@ -31,6 +31,9 @@ COLLECTIVES = (
     'collective-permute',
     'collective-broadcast',
 )
+NOTHING = (  # calls that move nothing
+    'AllocateBuffer', 'Sharding', 'AssumeGatherIndicesInBound', 'annotate_device', 'ConcatBitcast',
+)  # fmt: skip
 HOST = ('infeed', 'outfeed', 'send', 'recv')
 HOST_CALLS = ('MoveToHost', 'MoveToDevice', 'callback', 'xla_ffi_python', 'xla_python')
 # Matrix products of jax's splash attention: of the forward pass, of the gradient of the queries,
@@ -176,11 +179,11 @@ class _Counter:
             kind = at.opcode.removesuffix('-start')
             if at.opcode in ('dot', 'convolution'):
                 total.flops += flops(inner, at)
+            elif kind in COLLECTIVES and traffic.continued(inner, at):
+                continue
             elif kind in COLLECTIVES:
-                scattered = kind == 'all-reduce' and any(
-                    i.opcode == 'dynamic-slice' for i in inner.users(at.name)
-                )
-                self.collective(total, inner, at, 'reduce-scatter' if scattered else kind)
+                cut = kind == 'all-reduce' and _cut(inner, at.name)
+                self.collective(total, inner, at, 'reduce-scatter' if cut else kind)
             elif at.opcode == 'fusion':
                 total.add(self.inside(at.called['calls'][0]))
         self.seen[key] = total
@@ -207,7 +210,7 @@ class _Counter:
     def kernel(self, total: Costs, where: Computation, at: Instruction) -> None:
         target = re.search(r'custom_call_target="([^"]*)"', at.tail)
         name = target[1] if target else at.name
-        if name in ('AllocateBuffer', 'Sharding', 'AssumeGatherIndicesInBound', 'annotate_device'):
+        if name in NOTHING:
             return
         if name.startswith('TODO('):  # so libtpu names gathers that the SparseCore does
             total.bytes += 2.0 * at.bytes
@@ -230,6 +233,13 @@ class _Counter:
         else:
             total.silent[name] = total.silent.get(name, 0.0) + 1
             total.bytes += traffic.of(where, at)
+
+
+def _cut(inner: Computation, name: str) -> bool:
+    """Whether of a sum each device keeps a slice alone: a reduce-scatter, as TPUs write it."""
+    users = inner.users(name)
+    parts = [i.name for i in users if i.opcode == 'get-tuple-element']
+    return any(i.opcode == 'dynamic-slice' for i in users) or any(_cut(inner, n) for n in parts)
 
 
 def attention_flops(name: str, arrays: Sequence[Shape]) -> float:

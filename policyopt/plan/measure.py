@@ -17,6 +17,10 @@ from policyopt.plan.hardware import GIB, Chip
 from policyopt.plan.steps import Program
 
 Record = dict[str, Any]
+REFUSALS = {
+    'total': r'Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm',
+    'temporary': r'temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM',
+}
 STATS = ('argument', 'output', 'alias', 'temp', 'generated_code')
 
 
@@ -76,8 +80,10 @@ def refused(program: Program, error: Exception, chip: Chip) -> Record:
     needed = out_of_memory(str(error))
     if needed is None:
         raise error
+    if 'temporary' in needed:
+        needed['total'] = needed['temporary'] + sum(program.held.values())
     return {
-        'memory': dict(program.held) | {'total': needed, 'hbm': chip.hbm},
+        'memory': dict(program.held) | needed | {'hbm': chip.hbm},
         'fits': False,
         'error': first_lines(str(error)),
         'tokens': program.tokens,
@@ -155,15 +161,18 @@ def memory_of(made: Made, saved: float, chip: Chip) -> dict[str, float]:
     }
 
 
-def out_of_memory(text: str) -> float | None:
-    """Bytes that a program would need, from the compiler's refusal; None for other errors."""
+def out_of_memory(text: str) -> dict[str, float] | None:
+    """Bytes that a program would need, from the compiler's refusal; None for other errors.
+
+    It says what all of it takes (`total`) or what comes to its arguments (`temporary`).
+    """
     if 'RESOURCE_EXHAUSTED' not in text and 'Ran out of memory' not in text:
         return None
-    found = re.search(r'Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm', text)
-    if not found:
-        return float('inf')
     scale = {'': 1.0, 'K': 2.0**10, 'M': 2.0**20, 'G': GIB, 'T': 2.0**40}
-    return float(found[1]) * scale[found[2]]
+    for name, pattern in REFUSALS.items():
+        if found := re.search(pattern, text):
+            return {name: float(found[1]) * scale[found[2]]}
+    return {'total': float('inf')}
 
 
 def first_lines(text: str, lines: int = 3) -> str:

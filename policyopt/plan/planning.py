@@ -41,32 +41,25 @@ def plan(
 
     Raises ValueError or TypeError for a wrong config or topology, RuntimeError without libtpu.
     """
-    chip, found, older = hardware.chip_of(topology), {}, {}
+    chip, found = hardware.chip_of(topology), {}
     keys = {step: store.key_of(config, topology, step) for step in chosen}
     for step, key in keys.items():
         record = None if kept is None or again else kept.get(key)
-        if record is None:
-            continue
-        assert kept is not None
-        if check and not store.fresh(record):
-            older[step] = record
-        else:
-            found[step] = recounted(record, key, chip, kept)
+        if record is not None and kept is not None:
+            if check:
+                record = refreshed(config, topology, step, kept) or record
+            if not check or store.fresh(record):
+                found[step] = recounted(record, key, chip, kept)
     missing = [step for step in chosen if step not in found]
     if missing:
         setup = prepare(config, topology)
         programs = steps.programs(setup)
         # Of the modules that were imported, before they may change while a program compiles.
         made_by = {'source': store.source_hash(), 'versions': store.versions()}
-        counted_by = store.count_hash()
+        made_by['counted'] = store.count_hash()
         for step in missing:
-            before = None
-            if step in older and kept is not None:
-                before = older[step], kept.made(keys[step])
-            record, made = _compiled(programs[step], chip, setup.mesh, before)
+            record, made = _compiled(programs[step], chip, setup.mesh)
             record |= {'label': label(setup, topology, step)} | made_by
-            if made is not None:
-                record['counted'] = counted_by
             if not record['fits']:
                 change = suggest.suggest(step, record['memory'], run_of(setup))
                 record['suggestion'] = None if change is None else list(change)
@@ -80,22 +73,14 @@ def plan(
 
 
 def _compiled(
-    program: steps.Program, chip: hardware.Chip, mesh: Any, before: tuple[Any, Any] | None
+    program: steps.Program, chip: hardware.Chip, mesh: Any
 ) -> tuple[dict[str, Any], measure.Made | None]:
-    """A program's record and what it was counted from; of an older result of it, if it is one."""
-    began = time.monotonic()
-    if sum(program.held.values()) > chip.hbm:
-        return measure.too_large(program, chip), None
+    """A program's record, and what it was counted from; None where it finds no memory."""
+    began, made = time.monotonic(), None
     lowered = program.lower()
     text = store.text_hash(lowered.as_text())
-    older, stored = before or (None, None)
-    same = older is not None and older.get('lowered') == text
-    if same and older['versions'] == store.versions():
-        if stored is None or stored.pop('lowered') != text:
-            return dict(older), None
-        made = measure.Made(**stored | measure.inputs_of(program))
-        return older | measure.describe(made, chip), made
-    made = None
+    if sum(program.held.values()) > chip.hbm:
+        return measure.too_large(program, chip) | {'lowered': text}, None
     try:
         made = measure.make(program, mesh, lowered)
     except Exception as error:  # of jax's runtime, whose class is not public
@@ -103,6 +88,32 @@ def _compiled(
     else:
         record = measure.describe(made, chip)
     return record | {'lowered': text, 'compile_seconds': time.monotonic() - began}, made
+
+
+def refreshed(
+    config: Mapping[str, Any], topology: str, step: str, kept: store.Store
+) -> dict[str, Any] | None:
+    """The kept record where its program lowers to the same with the modules as they are, else None.
+
+    It is kept anew as theirs, with its counts; nothing is compiled, and it takes seconds.
+
+    Raises as `plan`.
+    """
+    key = store.key_of(config, topology, step)
+    record = kept.get(key)
+    if record is None or store.fresh(record):
+        return record
+    program = steps.programs(prepare(config, topology))[step]
+    text = store.text_hash(program.lower().as_text())
+    if record.get('lowered') != text or record['versions'] != store.versions():
+        return None
+    record['source'], stored = store.source_hash(), kept.made(key)
+    if stored is not None and stored['lowered'] == text:
+        kept.keep(key, stored | measure.inputs_of(program))
+        record.pop('counted')  # loops and rows may be others
+        return recounted(record, key, hardware.chip_of(topology), kept)
+    kept.put(key, record)
+    return record
 
 
 def recounted(

@@ -57,16 +57,18 @@ def suggest(step: str, memory: dict[str, float], run: dict[str, Any]) -> Change 
         and memory.get('cache', 0.0) > hbm / 4
         and run['slots'] > run['batch_shards']
     ):
+        times = _times(memory['cache'], hbm - held)
         return Change(
             'rollout.engine.slots',
-            max(run['slots'] // 2, run['batch_shards']),
+            max(run['slots'] // times, run['batch_shards']),
             f'the cache takes {memory["cache"] / 2**30:.1f} GiB of a device: decode fewer rows',
         )
     if step in ('train', 'score'):
         if step == 'train' and run['remat'] != 'full':
             return Change('model.remat', 'full', 'keep layer inputs alone for the backward pass')
         if run['micro'] > run['batch_shards']:
-            return Change('microbatches', _more(run), 'fewer rows through the model at once')
+            times = _times(memory.get('temporary', 0.0), hbm - held)
+            return Change('microbatches', _more(run, times), 'fewer rows through the model at once')
     if mesh.get('data', 1) > 1:
         return Change('mesh.fsdp', mesh.get('fsdp', 1) * 2, 'split parameters and moments further')
     wider = mesh.get('tensor', 1) * 2
@@ -77,11 +79,17 @@ def suggest(step: str, memory: dict[str, float], run: dict[str, Any]) -> Change 
     return None
 
 
-def _more(run: dict[str, Any]) -> int:
-    """Microbatches that are at least twice as many, of which each device still has equal rows."""
+def _times(needed: float, room: float) -> int:
+    """By how much to divide what should fit into the room: a power of two, 2 at least."""
+    over = max(needed / room if room > 0 else 2.0, 2.0)
+    return 2 ** math.ceil(math.log2(over))
+
+
+def _more(run: dict[str, Any], times: int) -> int:
+    """So many times more microbatches, or a few more, of which each device has equal rows."""
     parts, each = run['rows'] // run['micro'], run['rows'] // run['batch_shards']
     possible = [n for n in range(parts + 1, each + 1) if each % n == 0]
-    return next((n for n in possible if n >= 2 * parts), possible[-1])
+    return next((n for n in possible if n >= times * parts), possible[-1])
 
 
 def apply(config: dict[str, Any], change: Change, mesh: dict[str, int]) -> dict[str, Any]:

@@ -51,6 +51,26 @@ def shapes_of(where: Computation, name: str) -> tuple[Shape, ...]:
     return () if found is None else found.shapes
 
 
+def continued(inner: Computation, at: Instruction) -> bool:
+    """Whether a collective inside a fusion is one that another fusion began.
+
+    Collectives that overlap with other work stand in every fusion on their way: in the one that
+    begins them, in those that compute meanwhile, and in the one that waits for their end.
+    """
+    begun = any(i.opcode == 'custom-call' and 'AsyncCollectiveStart' in i.tail for i in inner)
+    return 'chain_id="' in at.tail and not begun
+
+
+def _idle(inner: Computation, name: str) -> bool:
+    """Whether a parameter only goes through a fusion, or belongs to what another one began."""
+    return all(
+        (user.root and user.opcode == 'tuple')
+        or 'AsyncCollectiveDone' in user.tail
+        or continued(inner, user)
+        for user in inner.users(name)
+    )
+
+
 def of_fusion(module: Module, where: Computation, at: Instruction, inner: Computation) -> float:
     """The same of a fusion, which of an operand that it slices reads the slice alone."""
     total = 0.0
@@ -58,14 +78,18 @@ def of_fusion(module: Module, where: Computation, at: Instruction, inner: Comput
         found, parameter = where.instructions.get(name), inner.parameters.get(number)
         if found is None or parameter is None:
             continue
-        whole = sum(s.bytes for s in found.shapes if s.space == 0)
+        whole = 0 if _idle(inner, parameter.name) else in_hbm(found.shapes)
         part = _sliced(module, inner, parameter.name) if whole else 0
         total += whole if part is None else min(part, whole)
     parts = [inner.root]
     if inner.root.opcode == 'tuple':
         parts = [inner.instructions[n] for n in inner.root.operands if n in inner.instructions]
+    if 'AsyncCollectiveStart' in inner.root.tail:  # (what is sent, what comes, ...)
+        return total + in_hbm(at.shapes[1:2])
     for shape, part in zip(at.shapes, parts, strict=False):
-        if shape.space:
+        if shape.space or part.opcode == 'parameter' or 'AsyncCollectiveDone' in part.tail:
+            continue
+        if continued(inner, part):
             continue
         behind = _through(module, inner, part)
         if behind is not None and behind[1].opcode in WRITES:
