@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 
 from experiments import ablation_grid, arms, curves, learning
-from experiments.claim import COLOURS, Claim, Place, Verdict, decide, interval, line, spread, tidy, together
+from experiments.claim import (
+    COLOURS,
+    Claim,
+    Place,
+    Verdict,
+    decide,
+    interval,
+    line,
+    spread,
+    tidy,
+    together,
+)
 
 PUBLISHED = ablation_grid.SEQUENCE_CLIP
 NEEDED = 0.02  # of accuracy, for an effect that counts
@@ -68,9 +79,8 @@ def judge(seeds: list[Any]) -> Verdict:
         f'Gain in held-out accuracy, mean over {seeds[0]["TT"]["step"][-1]} steps of '
         f'{learning.MINIBATCHES} minibatches, by a sequence in place of a token: {said}; '
         f'{NEEDED:.0%} were asked of both. Mean accuracy by cell, weight first, with the share of '
-        f'tokens that the clip stops in parentheses: {cells}. What matters more than either choice '
-        f'is that there is a clip at all: {clip:+.1%} [{worse:+.1%}, {better:+.1%}] by that of '
-        f'tokens. Clip ranges are {arms.TOKEN_CLIP[0]:g} for tokens and {arms.SEQUENCE_CLIP[0]:g} '
+        f'tokens that the clip stops in parentheses: {cells}. A clip of tokens gains '
+        f'{clip:+.1%} [{worse:+.1%}, {better:+.1%}] over none. Clip ranges are {arms.TOKEN_CLIP[0]:g} for tokens and {arms.SEQUENCE_CLIP[0]:g} '
         'for sequences, chosen on another seed to stop as many, which on these it does not quite; '
         f'published is {PUBLISHED[0]:g} and {PUBLISHED[1]:g}, for long answers, and answers have '
         'four tokens at most here. Collapsed (below half of its peak at the end): '
