@@ -79,10 +79,11 @@ def judge(seeds: list[Any]) -> Verdict:
         f'Gain in held-out accuracy, mean over {seeds[0]["TT"]["step"][-1]} steps of '
         f'{learning.MINIBATCHES} minibatches, by a sequence in place of a token: {said}; '
         f'{NEEDED:.0%} were asked of both. Mean accuracy by cell, weight first, with the share of '
-        f'tokens that the clip stops in parentheses: {cells}. A clip of tokens gains '
-        f'{clip:+.1%} [{worse:+.1%}, {better:+.1%}] over none. Clip ranges are {arms.TOKEN_CLIP[0]:g} for tokens and {arms.SEQUENCE_CLIP[0]:g} '
-        'for sequences, chosen on another seed to stop as many, which on these it does not quite; '
-        f'published is {PUBLISHED[0]:g} and {PUBLISHED[1]:g}, for long answers, and answers have '
+        f'tokens that the clip stops in parentheses: {cells}. A clip of tokens gains {clip:+.1%} '
+        f'[{worse:+.1%}, {better:+.1%}] over none. Clip ranges are {arms.TOKEN_CLIP[0]:g} for '
+        f'tokens and {arms.SEQUENCE_CLIP[0]:g} for sequences, chosen on another seed to stop as '
+        f'many, which on these it does not quite; published is {PUBLISHED[0]:g} and '
+        f'{PUBLISHED[1]:g}, for long answers, and answers have '
         'four tokens at most here. Collapsed (below half of its peak at the end): '
         f'{", ".join(fallen) or "none"}.',
     )
@@ -112,8 +113,8 @@ def draw(figure: Any, seeds: list[Any]) -> None:
         axis.legend(
             handles.values(), handles, frameon=False, fontsize=8, loc='lower right', reverse=True
         )
-        axis.set(ylim=(0, None))
         tidy(axis)
+    axes[0, 0].set(ylim=(0, None))
     for column, title in enumerate(('clip of a token', 'clip of an answer')):
         axes[0, column].set_title(title, fontsize=10)
         axes[1, column].set_xlabel('RL step')
