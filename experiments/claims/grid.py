@@ -111,10 +111,11 @@ def draw(figure: Any, seeds: list[Any]) -> None:
         line(axis, step, spread(seeds, own, 'accuracy'), f'{label}: mean and range', colour)
         handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         axis.legend(
-            handles.values(), handles, frameon=False, fontsize=8, loc='lower right', reverse=True
+            handles.values(), handles, frameon=False, fontsize=8, loc='upper left', reverse=True
         )
         tidy(axis)
-    axes[0, 0].set(ylim=(0, None))
+    top = max(spread(seeds, own, 'accuracy').max() for own in CELLS)
+    axes[0, 0].set(ylim=(0, 1.3 * top))  # room for the legends
     for column, title in enumerate(('clip of a token', 'clip of an answer')):
         axes[0, column].set_title(title, fontsize=10)
         axes[1, column].set_xlabel('RL step')
@@ -126,7 +127,7 @@ CLAIM = Claim(
     text='A weight and a clip of the whole answer each learn better than those of tokens.',
     source='unpublished',
     published='-',
-    minutes=6,
+    minutes=5,
     measure=measure,
     judge=judge,
     draw=draw,
