@@ -66,5 +66,6 @@ def draw(axis: Any, seeds: Sequence[Numbers], arms: Mapping[str, str], first: in
     for i, (arm, label) in enumerate(arms.items(), first):
         line(axis, seeds[0][arm]['step'], spread(seeds, arm, 'accuracy'), label, COLOURS[i % 6])
         axis.lines[-1].set_linestyle(DASHES[i % 4])
-    axis.set(xlabel='RL step', ylim=(0, None))
+    axis.set(xlabel='RL step')
+    axis.axhline(0, color='none')  # so that it is in the picture
     tidy(axis)

@@ -21,7 +21,8 @@ from experiments.claims import (
     reward_scale,
     soft_gate,
 )
-from policyopt.types import Rollout, TokenBatch
+from policyopt import algorithms
+from policyopt.types import Rollout, TokenBatch, keep_all
 
 ROOT = pathlib.Path(__file__).parent.parent
 CHECKED = sorted(path.stem for path in (ROOT / 'docs' / 'claims').glob('*.json'))
@@ -95,6 +96,18 @@ def test_a_collapse_is_a_stay_below_half_of_the_peak():
     assert curves.collapse(steps, [0.2, 0.4, 0.3, 0.1, 0.0]) == 15
     assert curves.collapse(steps, [0.2, 0.05, 0.3, 0.01, 0.1]) == 15
     assert curves.area({'accuracy': [0.9, 0.1, 0.3]}) == pytest.approx(0.2)
+
+
+def test_factories_of_arms_refuse_names_with_the_nearest():
+    resolve = algorithms.resolve
+    for path, kw, nearest in (
+        ('ablation_grid.named', dict(cell='T_uncliped'), 'T_unclipped'),
+        ('variants.normalised', dict(by='minibach'), 'minibatch'),
+    ):
+        with pytest.raises(ValueError, match=f'Did you mean `{nearest}`'):
+            resolve(f'experiments.{path}', **kw)
+    kw = dict(gates=[dict(gate='off_policy_sequence', delta=0.5)])
+    assert resolve('experiments.variants.unclipped', **kw).keep is keep_all
 
 
 def test_what_changes_an_arm_changes_its_key():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import policyopt as po
-from experiments import ablation_grid
+from experiments import ablation_grid, variants
 from policyopt import losses, masked
 from policyopt.losses import penalties
 from tests.batches import loss_inputs, random_arrays, token_batch
@@ -426,7 +426,12 @@ def test_required_inputs_of_every_kind():
 def test_the_diagonal_of_the_grid_has_the_gradients_of_grpo_and_gspo(seed):
     arrays = random_arrays(seed, rows=16)
     cells = ablation_grid.cells()
-    for cell, alg in (('TT', po.algorithms.grpo(beta=0.0)), ('SS', po.algorithms.gspo())):
+    for cell, alg in (
+        ('TT', po.algorithms.grpo(beta=0.0)),
+        ('TT', variants.normalised('none')),
+        ('SS', po.algorithms.gspo()),
+        ('T_unclipped', variants.unclipped()),
+    ):
         expected = loss_and_grad(alg, arrays)[1]
         np.testing.assert_allclose(loss_and_grad(cells[cell], arrays)[1], expected, atol=1e-7)
     product = np.exp(
