@@ -23,6 +23,7 @@ from experiments.claim import (
     together,
 )
 from policyopt import advantages, data, losses, reinforce
+from policyopt import loop as loop_lib
 from policyopt.losses import controllers
 from policyopt.types import Algorithm
 
@@ -57,12 +58,12 @@ def measure(place: Place) -> dict[str, Any]:
         optimizer=dict(learning_rate=RATE, warmup_steps=0),
     )
     c, out = setup.config, {}
-    first = jax.device_get(point.state)  # updates give away what they start from
+    params = jax.tree.map(jnp.copy, point.state.params)  # updates give away what they had
     for start, eps in STARTS.items():
         for kind in ('adaptive', 'fixed'):
-            held = {side: jnp.float32(eps) for side in first.controllers}
-            state = dataclasses.replace(jax.tree.map(jnp.asarray, first), controllers=held)
-            point = point._replace(state=state, step=0)
+            held = {side: jnp.float32(eps) for side in ('low', 'high')}
+            point = loop_lib.new_point(setup, loop, jax.tree.map(jnp.copy, params), None, 1)
+            point = point._replace(state=dataclasses.replace(point.state, controllers=held))
             source = data.batches(setup.task.train, c.rollout.prompts, c.seed + 1)
             found: dict[str, Any] = {'share': [], 'eps': []}
             for step in range(1, 1 + (2 if place.fast else STEPS)):
@@ -70,9 +71,8 @@ def measure(place: Place) -> dict[str, Any]:
                 done = reinforce.rl_step(setup, loop._replace(source=source), point, step)
                 state = done.state
                 if kind == 'fixed':
-                    state = dataclasses.replace(
-                        state, controllers={side: jnp.float32(eps) for side in held}
-                    )
+                    held = {side: jnp.float32(eps) for side in held}
+                    state = dataclasses.replace(state, controllers=held)
                 point = point._replace(state=state, step=step)
                 found['share'].append(share_of(done, np.array(edge)))
                 found['eps'].append(edge)

@@ -105,21 +105,23 @@ def judge(seeds: list[Any]) -> Verdict:
 
 
 def draw(figure: Any, seeds: list[Any]) -> None:
-    axes = figure.subplots(1, 2)
+    axes = figure.subplots(1, 2, sharey=True)
+    splits = SPLITS[: len(seeds[0]['same: none']['token'])]
     for axis, sampler in zip(axes, SAMPLERS, strict=True):
         for colour, mode in zip(COLOURS, MODES, strict=False):
-            for level, style in (('token', '-'), ('sequence', '--')):
+            for level in ('token', 'sequence'):
                 found = np.maximum(spread(seeds, f'{sampler}: {mode}', level), 1e-12)
                 if level == 'token':
-                    line(axis, SPLITS, found, mode, colour)
+                    line(axis, splits, found, mode, colour)
                 else:
-                    axis.plot(SPLITS, found.mean(0), style, color=colour)
-        axis.set(xscale='log', yscale='log', xlabel='minibatches')
+                    axis.plot(splits, found.mean(0), '--', color=colour)
+        # Where log-ratios are rounding, as before any update, lines leave by the bottom.
+        axis.set(xscale='log', yscale='log', xlabel='minibatches', ylim=(3e-4, 0.2))
         axis.set_title(f'{sampler} sampler', fontsize=9)
-        axis.set_xticks(SPLITS, SPLITS)
+        axis.set_xticks(splits, splits)
         axis.minorticks_off()
     axes[0].set_ylabel('variance of log-ratios\n(dashed: of their means over answers)', fontsize=8)
-    axes[0].legend(frameon=False, fontsize=8, title='routing replay', title_fontsize=8)
+    axes[0].legend(frameon=False, fontsize=8, title='routing replay', title_fontsize=8, loc=2)
     tidy(*axes)
 
 

@@ -176,8 +176,8 @@ def draw(figure: Any, seeds: list[Any]) -> None:
 
 
 CLAIM = Claim(
-    text='Without normalisation the largest |A| and the share of clipped tokens move with the '
-    'scale of rewards.',
+    text='Without normalisation the largest advantage and the share of clipped tokens move with '
+    'the scale of rewards.',
     source='2402.03300, 2506.10910',
     published='-',
     minutes=1,
