@@ -42,7 +42,7 @@ class Process:
     """A side that has been asked for a work, and answers with one run at a time."""
 
     def __init__(self, label: str, side: Side, folder: Path, environments: Path):
-        environ = os.environ | {'JAX_PLATFORMS': 'cpu', 'OMP_WAIT_POLICY': 'PASSIVE'}
+        environ = os.environ | {'JAX_PLATFORMS': 'cpu'}
         environ |= {'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false'}
         environ |= {'JAX_COMPILATION_CACHE_DIR': str(folder / 'cache' / label)}
         environ |= {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}

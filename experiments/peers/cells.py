@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Cell:
       prepare: writes to an empty folder what the sides read.
       sides: by label; the first is ours.
       absent: label -> why this side can't do the work.
+      notes: what a reader should know before comparing.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Cell:
     prepare: Callable[[Path], None]
     sides: Mapping[str, Side]
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 def everyone(work: str, arguments: Mapping[str, Any], aim: float) -> dict[str, Side]:
@@ -109,7 +111,22 @@ def long_tail(fast: bool) -> list[Cell]:
         inputs.write(folder, inputs.dense(vocab), found, drift=0.0)
 
     what = f'{rows} rows, log-normal lengths of {mean} on average, {5 * mean} at most'
-    return [Cell('long-tail', what, prepare, everyone('long_tail', {'slots': slots}, 3.0))]
+    sides = everyone('long_tail', {'slots': slots}, 3.0)
+    notes = [
+        f'Peers draw batches of {slots} rows, each as long as its longest row. Both have engines for '
+        'accelerators that refill slots (vLLM, SGLang), and TRL an option for continuous batching '
+        'by transformers: not tried here.'
+    ]
+    return [Cell('long-tail', what, prepare, sides, notes=notes)]
+
+
+MIXTURE = (
+    "On processors tunix's layer runs every expert on every token; its kernel for sorted tokens is for "
+    'TPU. "dense layer" has as many parameters as a token meets in the mixture.'
+)
+SUPPORT = (
+    "Only policyopt and plain jax score the support: TRL and tunix can't, and score everything."
+)
 
 
 def mixture(fast: bool) -> list[Cell]:
@@ -133,7 +150,7 @@ def mixture(fast: bool) -> list[Cell]:
         sides['ragged_dot'] = Side('naive', 'mixture', {'top_k': top_k}, 2.0)
         sides['dense layer'] = Side('naive', 'dense', {}, 1 / 1.5)
         what = f'mixture layer forward and backward, {experts} experts top-{top_k}, {tokens} tokens'
-        out.append(Cell(f'mixture-{experts}', what, prepare, sides))
+        out.append(Cell(f'mixture-{experts}', what, prepare, sides, notes=[MIXTURE]))
     return out
 
 
@@ -156,9 +173,8 @@ def score(fast: bool) -> list[Cell]:
             }
             kind = 'a support of 20' if support else 'the full vocabulary'
             what = f'log-probs forward and backward on {kind}, 1024 tokens, V 151,936, D {width}'
-            out.append(
-                Cell(f'score-{width}-{"support" if support else "full"}', what, prepare, sides)
-            )
+            name = f'score-{width}-{"support" if support else "full"}'
+            out.append(Cell(name, what, prepare, sides, notes=[SUPPORT] if support else ()))
     return out
 
 
@@ -184,7 +200,7 @@ def language(fast: bool) -> list[Cell]:
     def sides(work: str, asked: Mapping[str, Any]) -> dict[str, Side]:
         return {OURS: Side('ours', work, asked), 'trl': Side('trl', work, asked, 1.5)}
 
-    absent = {'tunix': 'its models load no file of this package; not tried'}
+    absent = {'tunix': 'its Llama has a head of its own, where this one is tied; not tried'}
     out = []
     for rows in (1, 16, 64):
         asked = dict(rows=rows, tokens=tokens, top_p=1.0)

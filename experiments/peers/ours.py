@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import types
 from pathlib import Path
@@ -16,6 +17,7 @@ import optax
 import policyopt as po
 from experiments.peers.serve import EOS, Run, reward, serve
 from policyopt import algorithms, learner, models, scoring, updates
+from policyopt.losses import diagnostics
 from policyopt.models.moe import moe_layer
 from policyopt.sampling import Engine, EngineConfig, PerRow, SamplingConfig, sample
 
@@ -76,15 +78,16 @@ def answers_of(found: Any, rows: np.ndarray) -> np.ndarray:
     return rows[places(found)]
 
 
-def objective(model: Any, algorithm: po.Algorithm, batch: po.TokenBatch) -> Any:
-    """params -> loss of the batch."""
-    weights = algorithm.loss.weigh(batch)
+def objective(model: Any, algorithm: po.Algorithm) -> Any:
+    """(params, batch) -> loss, and what a trainer logs beside it."""
 
-    def loss(params: Any) -> Any:
-        scores = scoring.score(model, params, batch)
-        return algorithm.loss.apply(updates.loss_inputs(batch, scores, {}), weights).loss
+    def loss(params: Any, batch: po.TokenBatch) -> Any:
+        weights = algorithm.loss.weigh(batch)
+        inputs = updates.loss_inputs(batch, scoring.score(model, params, batch), {})
+        out = algorithm.loss.apply(inputs, weights)
+        return out.loss, out.metrics | diagnostics.diagnose(inputs)
 
-    return loss
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 def compare(folder: Path, answer: int) -> Run:
@@ -95,7 +98,7 @@ def compare(folder: Path, answer: int) -> Run:
     def run() -> dict[str, Any]:
         out = {}
         for name, algorithm in losses(answer).items():
-            value, grads = jax.jit(jax.value_and_grad(objective(model, algorithm, batch)))(params)
+            (value, _), grads = objective(model, algorithm)(params, batch)
             models.save(model, grads, folder / name)
             out[name] = float(value)
         (folder / 'losses.json').write_text(json.dumps(out))
@@ -108,11 +111,11 @@ def update(folder: Path) -> Run:
     """Forward and backward of GRPO's loss."""
     model, params = models.load(folder)
     batch = batch_of(np.load(folder / 'rows.npz'))
-    step = jax.jit(jax.value_and_grad(objective(model, algorithms.grpo(beta=0.0), batch)))
+    step = objective(model, algorithms.grpo(eps=EPS, beta=0.0))
 
     def run() -> dict[str, float]:
-        value, grads = step(params)
-        jax.block_until_ready(grads)
+        (value, metrics), grads = step(params, batch)
+        jax.block_until_ready((grads, metrics))
         return {'loss': float(value)}
 
     return run
@@ -211,17 +214,17 @@ def minibatch(algorithm: po.Algorithm, rollout: po.Rollout) -> po.TokenBatch:
 def rl_step(folder: Path, group: int, tokens: int) -> Run:
     """Answers, rewards, advantages, one update of GRPO with Adam."""
     texts = json.loads((folder / 'texts.json').read_text())
-    prompts = np.repeat(np.load(folder / 'rows.npz')['prompt'], group, axis=0)
     asked = np.repeat(texts['prompts'], group).tolist()
     model, params = models.load(folder)
     algorithm = algorithms.grpo(eps=EPS, beta=0.0)
     trainer = learner.make_learner(model, algorithm, optax.adamw(1e-6))
     state = [trainer.init(params, jax.random.key(1))]
     config = SamplingConfig(max_new_tokens=tokens)
-    width, steps = prompts.shape[1], iter(range(10**6))
+    width, steps = len(asked[0]), itertools.count()
 
     def run() -> dict[str, float]:
         key = jax.random.fold_in(jax.random.key(2), next(steps))
+        prompts = [[texts['chars'].index(char) for char in text] for text in asked]
         drawn = sample(model, state[0].params, prompts, key, config)
         ids, mask = np.asarray(drawn.tokens)[:, width:], np.asarray(drawn.mask)[:, width:]
         answers = [
@@ -229,7 +232,7 @@ def rl_step(folder: Path, group: int, tokens: int) -> Run:
             for row, kept in zip(ids, mask, strict=True)
         ]
         rewards = np.array([reward(a, b) for a, b in zip(asked, answers, strict=True)], np.float32)
-        groups = np.repeat(np.arange(len(prompts) // group, dtype=np.int32), group)
+        groups = np.repeat(np.arange(len(asked) // group, dtype=np.int32), group)
         batch = minibatch(algorithm, dataclasses.replace(drawn, rewards=rewards, group=groups))
         state[0], metrics, _ = trainer.update(state[0], batch)
         return {'reward': float(rewards.mean()), 'objective': float(metrics['loss'].value)}

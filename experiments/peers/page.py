@@ -29,6 +29,8 @@ CISPO = (
     "and TRL's weight x A x log-prob."
 )
 
+TOLERANCE = 1e-4  # of results, relative, in float32
+
 
 def ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> np.ndarray:
     """Their time over ours, round by round."""
@@ -95,7 +97,9 @@ def lines(cell: Cell, found: Mapping[str, Any]) -> list[str]:
     out += [f'| {" | ".join(row)} |' for row in rows(cell, found)]
     agree = gaps(found)
     if agree:
-        out += ['', f'Results agree to {max(agree):.0e}.']
+        word = 'agree to' if max(agree) <= TOLERANCE else '**differ by**'
+        out += ['', f'Results {word} {max(agree):.0e}.']
+    out += ['', ' '.join(cell.notes)] if cell.notes else []
     return out + [f'{PEERS.get(label, label)}: {why}.' for label, why in cell.absent.items()]
 
 
@@ -120,4 +124,7 @@ def page(held: Mapping[str, Any]) -> str:
     for name, cell in cells().items():
         if name in held['cells']:
             out += [*lines(cell, held['cells'][name]), '']
+    missing = [name for name in cells() if name not in held['cells']]
+    if missing:
+        out += [f'Not measured yet: {", ".join(f"`{name}`" for name in missing)}.', '']
     return '\n'.join(out).rstrip() + '\n'

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from datasets import Dataset
 from serve import Run, reward, serve
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from trl import GRPOConfig, GRPOTrainer
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 EPS, GSPO, CAP = 0.2, 3e-4, 5.0
@@ -72,9 +78,6 @@ def trainer_of(
     tokenizer: Any = None,
     rewards: Any = None,
 ) -> Any:
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = GRPOConfig(
         output_dir=str(folder / 'trl'),
@@ -185,15 +188,19 @@ def long_tail(folder: Path, slots: int) -> Run:
 
 
 def score(folder: Path, support: bool) -> Run:
-    """Log-softmax of all logits; TRL has no scoring on a recorded support."""
+    """The fused head of TRL's trainer, in tiles; it has no scoring on a recorded support."""
     arrays = {name: torch.from_numpy(x) for name, x in np.load(folder / 'score.npz').items()}
     embed, hidden = arrays['embed'].requires_grad_(), arrays['hidden'].requires_grad_()
     ids = arrays['ids'].long()
-    from trl.trainer.utils import selective_log_softmax
+    rows, labels = (hidden.shape[1] - 1, ids[0, 1:])
 
     def run() -> dict[str, float]:
         embed.grad = hidden.grad = None
-        total = selective_log_softmax(hidden[:, :-1] @ embed.T, ids[:, 1:]).sum()
+        states = hidden[:, :-1].reshape(rows, -1)
+        scored = ChunkedLogProbFunction.apply(
+            states, embed, None, labels, 1.0, CHUNK, None, 1.0, ('log_probs',)
+        )
+        total = scored[0].sum()
         total.backward()
         return {'sum': total.item()}
 
@@ -201,8 +208,6 @@ def score(folder: Path, support: bool) -> Run:
 
 
 def mixture(folder: Path, top_k: int) -> Run:
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
     arrays = {name: torch.from_numpy(x) for name, x in np.load(folder / 'moe.npz').items()}
     experts, width, inner = arrays['gate'].shape
     config = transformers.Qwen3MoeConfig(
@@ -232,8 +237,6 @@ def mixture(folder: Path, top_k: int) -> Run:
 
 def rl_step(folder: Path, group: int, tokens: int) -> Run:
     """One training step of TRL's trainer: it draws, rewards, scores and updates."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
     texts = json.loads((folder / 'texts.json').read_text())
     vocabulary = {char: index for index, char in enumerate(texts['chars'])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token='<pad>'))

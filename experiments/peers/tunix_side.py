@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import queue
+import threading
 import traceback
 import types
 from pathlib import Path
@@ -12,13 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from serve import EOS, PAD, Run, reward, serve
 from tunix.generate import sampler as sampler_lib
 from tunix.models.qwen3 import model as qwen3
 from tunix.models.qwen3 import params as qwen3_params
-from tunix.rl import algo_core, common
-from tunix.rl.grpo.grpo_learner import GRPOConfig
+from tunix.rl import algo_core, common, rl_cluster
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rollout import base_rollout
 
 EPS, GSPO = 0.2, 3e-4
 # Tunix's own arguments for the objectives of `ours.losses`.
@@ -77,8 +82,6 @@ def arguments_of(arguments: dict[str, Any]) -> Any:
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    import dataclasses
-
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
 
 
@@ -265,11 +268,6 @@ class Characters:
 
 def learner_of(folder: Path, group: int, tokens: int, texts: dict[str, Any]) -> Any:
     """Tunix's GRPO learner on one device, with sampler and trainer on the same weights."""
-    import optax
-    from tunix.rl import rl_cluster
-    from tunix.rl.grpo.grpo_learner import GRPOLearner
-    from tunix.rl.rollout import base_rollout
-
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ('fsdp', 'tp'))
     width = len(texts['prompts'][0])
     cluster = rl_cluster.RLCluster(
@@ -298,9 +296,6 @@ def learner_of(folder: Path, group: int, tokens: int, texts: dict[str, Any]) -> 
 
 def rl_step(folder: Path, group: int, tokens: int) -> Run:
     """One step of tunix's learner, which asks for a batch of prompts at the start of each."""
-    import queue
-    import threading
-
     texts = json.loads((folder / 'texts.json').read_text())
     learner, mesh = learner_of(folder, group, tokens, texts)
     go: queue.Queue[bool] = queue.Queue()
@@ -326,6 +321,8 @@ def rl_step(folder: Path, group: int, tokens: int) -> Run:
     def run() -> dict[str, float]:
         go.put(True)
         asked.get()
+        # The learner asks before its update has been computed.
+        jax.block_until_ready(nnx.state(learner.rl_cluster.train_actor))
         return {}
 
     return run
