@@ -113,16 +113,16 @@ def long_tail(fast: bool) -> list[Cell]:
     what = f'{rows} rows, log-normal lengths of {mean} on average, {5 * mean} at most'
     sides = everyone('long_tail', {'slots': slots}, 3.0)
     notes = [
-        f'Peers draw batches of {slots} rows, each as long as its longest row. Both have engines for '
-        'accelerators that refill slots (vLLM, SGLang), and TRL an option for continuous batching '
-        'by transformers: not tried here.'
+        f'Peers draw batches of {slots} rows, each as long as its longest row. Both have engines '
+        'for accelerators that refill slots (vLLM, SGLang), and TRL an option for continuous '
+        'batching by transformers: not tried here.'
     ]
     return [Cell('long-tail', what, prepare, sides, notes=notes)]
 
 
 MIXTURE = (
-    "On processors tunix's layer runs every expert on every token; its kernel for sorted tokens is for "
-    'TPU. "dense layer" has as many parameters as a token meets in the mixture.'
+    "On processors tunix's layer runs every expert on every token; its kernel for sorted tokens is "
+    'for TPU. "dense layer" has as many parameters as a token meets in the mixture.'
 )
 SUPPORT = (
     "Only policyopt and plain jax score the support: TRL and tunix can't, and score everything."

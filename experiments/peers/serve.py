@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,14 @@ def serve(works: Mapping[str, Callable[..., Run]]) -> None:
     os.dup2(2, 1)  # libraries print; their lines are no answers
     forget()
     base = resident('VmRSS')
+    try:
+        _answer(works, answers, base)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # at once, whatever threads of libraries are waiting for
+
+
+def _answer(works: Mapping[str, Callable[..., Run]], answers: Any, base: float) -> None:
     run = None
     for line in sys.stdin:
         began = time.perf_counter()

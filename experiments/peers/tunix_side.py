@@ -322,7 +322,7 @@ def rl_step(folder: Path, group: int, tokens: int) -> Run:
         go.put(True)
         asked.get()
         # The learner asks before its update has been computed.
-        jax.block_until_ready(nnx.state(learner.rl_cluster.train_actor))
+        jax.block_until_ready(nnx.state(learner.rl_cluster.actor_trainer.model))
         return {}
 
     return run
