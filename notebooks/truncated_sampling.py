@@ -226,12 +226,8 @@ plt.show()
 # doing. Without, most of it is the kept mass, and what the clip should watch is buried.
 
 # %%
-leaves, tree = jax.tree.flatten(params)
-keys = jax.random.split(jax.random.key(2), len(leaves))
-noise = [
-    DRIFT * jnp.std(x) * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)
-]
-updated = jax.tree.unflatten(tree, [x + n for x, n in zip(leaves, noise, strict=True)])
+rng = np.random.default_rng(0)
+updated = jax.tree.map(lambda x: x + DRIFT * np.std(x) * rng.normal(size=x.shape), params)
 
 moved = {replay: log_ratio(updated, 0.9, replay) for replay in (True, False)}
 spread = {replay: x.mean(1).std() for replay, x in moved.items()}  # of GSPO's log-ratio
