@@ -25,7 +25,7 @@ from tests.test_plan_counts import TEXT
 CHIP = hardware.CHIPS['v5p']
 
 
-RUN = dict(remat='full', rows=128, micro=128, slots=256, batch_shards=64, kv_heads=8)
+RUN = dict(remat='full', rows=128, micro=128, slots=256, gather=True, batch_shards=64, kv_heads=8)
 MESH = dict(data=8, fsdp=8, tensor=1)
 
 
@@ -40,6 +40,7 @@ MESH = dict(data=8, fsdp=8, tensor=1)
         ('train', dict(), dict(rows=384, micro=192), 'microbatches', 6),
         ('train', dict(parameters=1.0), dict(micro=64), 'mesh.fsdp', 16),
         ('train', dict(), dict(micro=64, mesh=dict(fsdp=64)), 'mesh.tensor', 2),
+        ('decode', dict(cache=60.0, temporary=40.0), {}, 'rollout.engine.gather', False),
         ('decode', dict(parameters=1.0, cache=90.0), {}, 'rollout.engine.slots', 128),
         ('decode', dict(parameters=1.0, cache=260.0), {}, 'rollout.engine.slots', 64),
     ],
@@ -51,7 +52,7 @@ def test_what_is_suggested(step, memory, run, field, value):
     assert (found.field, found.value) == (field, value)
     config = dict(
         model=dict(remat='none'),
-        rollout=dict(engine=dict(slots=256)),
+        rollout=dict(engine=dict(slots=256, gather=True)),
         mesh=tuple(run['mesh'].items()),
         microbatches=1,
     )

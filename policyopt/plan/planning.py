@@ -146,6 +146,7 @@ def run_of(setup: recipe.Setup) -> dict[str, Any]:
         'rows': sizes.rows,
         'micro': sizes.micro,
         'slots': sizes.slots,
+        'gather': sizes.gather,
         'mesh': dict(setup.mesh.shape),
         'batch_shards': shards,
         'kv_heads': setup.model.config.num_kv_heads,
