@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import jax
@@ -113,6 +114,22 @@ def test_forms_follow_the_platform_of_the_mesh():
         assert scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES) == 4 * 832
         assert scoring.tokens_at_once(7, head, None, sharding.DEFAULT_RULES) == 7
     assert scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES) == 192
+
+
+def test_libtpu_is_asked_for_the_kernel_of_experts(monkeypatch):
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', '')
+    sharding.ask_libtpu()
+    sharding.ask_libtpu()
+    assert os.environ['LIBTPU_INIT_ARGS'] == '--xla_tpu_enable_ragged_dot_kernel=true'
+    own = '--xla_tpu_enable_ragged_dot_kernel=false --other=1'
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', own)
+    sharding.ask_libtpu()
+    assert os.environ['LIBTPU_INIT_ARGS'] == own
+    # A plan's programs are told the same, and count as others with it than without.
+    assert measure.options_for('chlo.ragged_dot') == sharding.TPU_OPTIONS
+    assert measure.options_for('dot_general') == {}
+    assert planning.hash_of(Lowered('dot')) == store.text_hash('dot')
+    assert planning.hash_of(Lowered('ragged_dot')) != store.text_hash('ragged_dot')
 
 
 def test_records_are_found_again(tmp_path):

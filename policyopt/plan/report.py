@@ -46,8 +46,8 @@ def describe(step: str, record: Mapping[str, Any]) -> str:
     if step == 'decode' and record['bound'] == 'network':
         lines.append(
             '  parameters come from other devices, for each token unless rollout.engine.gather '
-            'gathers them once a call; a wider tensor axis, or rules with embed=None, leave less to '
-            'gather'
+            'gathers them once a call; a wider tensor axis, or rules with embed=None, leave less '
+            'to gather'
         )
     for name in record['unknown']:
         lines.append(f'  counted once, since nothing says how often it runs: {name}')
