@@ -48,8 +48,9 @@ def get_config(argument=None):
     Arguments: model (qwen3-0.6b, qwen3-8b, qwen3-30b-a3b), algorithm (gspo, grpo), length (tokens
     of a row, a sixteenth of them the prompt), rows (of a step, in two minibatches), microbatches
     (of a minibatch), slots (rows that decode together), fsdp, expert and tensor (sizes of these
-    mesh axes; data takes the devices that are left), remat. Experts are split over expert and
-    tensor: over the first, devices hold tokens of their own, over the second the same.
+    mesh axes; data takes the devices that are left), remat, gather (weights that fsdp splits are
+    gathered once for each call of the decoder, not for each token). Experts are split over expert
+    and tensor: over the first, devices hold tokens of their own, over the second the same.
 
     Cost: nothing is trained; a compile takes a minute of a CPU core. Expected: docs/scale.md.
     """
@@ -65,6 +66,7 @@ def get_config(argument=None):
         tensor=1,
         expert=1,
         remat='full',
+        gather=True,
     )
     for name, legal in (('model', SHAPES), ('algorithm', ('gspo', 'grpo'))):
         settings.check_names(f'the {name} of the config', [given[name]], legal)
@@ -83,6 +85,7 @@ def get_config(argument=None):
         c.replay = dict(support=True, routing='rollout' if mixture else None)
     c.rollout = dict(prompts=given['rows'] // 8, group_size=8)
     c.rollout.engine = dict(slots=given['slots'], steps=64, prefill_width=256, prefill_rows=64)
+    c.rollout.engine.gather = given['gather']
     c.sampling = dict(max_new_tokens=given['length'] - prompt, temperature=1.0)
     c.optimizer = dict(learning_rate=1e-6, warmup_steps=20)
     c.evaluation = dict(every=25, batch=64)

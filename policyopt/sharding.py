@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,6 +110,21 @@ def check_axes(field: str, axes: Sequence[tuple[str, int]], rules: Rules) -> Non
                 f'{field} names the axis {name!r}, which config.rules split nothing over.'
                 f'{nearest(name, used)}'
             )
+
+
+# By itself libtpu 0.0.52 compiles `ragged_dot` to a kernel on v5p, which works on each expert's own
+# rows; on v5e and v6e it would multiply every row with every expert.
+TPU_OPTIONS = {'xla_tpu_enable_ragged_dot_kernel': 'true'}
+
+
+def ask_libtpu() -> None:
+    """Add TPU_OPTIONS to LIBTPU_INIT_ARGS, which libtpu reads when jax first looks for devices.
+
+    What is there already stays, and wins. Does nothing where there is no TPU.
+    """
+    given = os.environ.get('LIBTPU_INIT_ARGS', '')
+    more = [f'--{name}={value}' for name, value in TPU_OPTIONS.items() if name not in given]
+    os.environ['LIBTPU_INIT_ARGS'] = ' '.join(filter(None, [given, *more]))
 
 
 def platform() -> str:

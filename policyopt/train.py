@@ -314,6 +314,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
     logging.set_verbosity(logging.WARNING)  # tfds and orbax tell of every file
+    sharding.ask_libtpu()
     workdir = Path(_WORKDIR.value or '')
     if _MULTIHOST.value is not None:
         try:

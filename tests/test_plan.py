@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import jax
@@ -25,7 +26,7 @@ from tests.test_plan_counts import TEXT
 CHIP = hardware.CHIPS['v5p']
 
 
-RUN = dict(remat='full', rows=128, micro=128, slots=256, batch_shards=64, kv_heads=8)
+RUN = dict(remat='full', rows=128, micro=128, slots=256, gather=True, batch_shards=64, kv_heads=8)
 MESH = dict(data=8, fsdp=8, tensor=1)
 
 
@@ -40,6 +41,7 @@ MESH = dict(data=8, fsdp=8, tensor=1)
         ('train', dict(), dict(rows=384, micro=192), 'microbatches', 6),
         ('train', dict(parameters=1.0), dict(micro=64), 'mesh.fsdp', 16),
         ('train', dict(), dict(micro=64, mesh=dict(fsdp=64)), 'mesh.tensor', 2),
+        ('decode', dict(cache=60.0, temporary=40.0), {}, 'rollout.engine.gather', False),
         ('decode', dict(parameters=1.0, cache=90.0), {}, 'rollout.engine.slots', 128),
         ('decode', dict(parameters=1.0, cache=260.0), {}, 'rollout.engine.slots', 64),
     ],
@@ -51,7 +53,7 @@ def test_what_is_suggested(step, memory, run, field, value):
     assert (found.field, found.value) == (field, value)
     config = dict(
         model=dict(remat='none'),
-        rollout=dict(engine=dict(slots=256)),
+        rollout=dict(engine=dict(slots=256, gather=True)),
         mesh=tuple(run['mesh'].items()),
         microbatches=1,
     )
@@ -112,6 +114,22 @@ def test_forms_follow_the_platform_of_the_mesh():
         assert scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES) == 4 * 832
         assert scoring.tokens_at_once(7, head, None, sharding.DEFAULT_RULES) == 7
     assert scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES) == 192
+
+
+def test_libtpu_is_asked_for_the_kernel_of_experts(monkeypatch):
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', '')
+    sharding.ask_libtpu()
+    sharding.ask_libtpu()
+    assert os.environ['LIBTPU_INIT_ARGS'] == '--xla_tpu_enable_ragged_dot_kernel=true'
+    own = '--xla_tpu_enable_ragged_dot_kernel=false --other=1'
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', own)
+    sharding.ask_libtpu()
+    assert os.environ['LIBTPU_INIT_ARGS'] == own
+    # A plan's programs are told the same, and count as others with it than without.
+    assert measure.options_for('chlo.ragged_dot') == sharding.TPU_OPTIONS
+    assert measure.options_for('dot_general') == {}
+    assert planning.hash_of(Lowered('dot')) == store.text_hash('dot')
+    assert planning.hash_of(Lowered('ragged_dot')) != store.text_hash('ragged_dot')
 
 
 def test_records_are_found_again(tmp_path):

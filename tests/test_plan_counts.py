@@ -139,6 +139,8 @@ def test_products_written_as_convolutions_and_what_is_not_seen_into():
     fusion = 6 * 8 * 16 * 2 + 6 * 8 * 4 * 4  # y is not in HBM
     kernel = 2 * 6 * 8 * 16 * 2
     assert found.bytes - fusion - kernel == 3 * 6 * 8 * 16 * 2 + 4  # the outfeed
+    endless = TEXT.replace('"1750"', f'"{2**63 - 1}"')  # as it writes what it can't estimate
+    assert costs.count(hlo.parse(endless)).cycles == 0
     with pytest.raises(ValueError, match='ENTRY'):
         hlo.parse('nothing')
 
@@ -289,6 +291,12 @@ def test_products_of_experts_count_the_rows_that_are_expected():
     assert full.kernel_flops == 2 * 1024 * 256 * 128 and full.kernel_bytes == rows + weights + 8
     assert half.kernel_flops == 1024 * 256 * 128 and half.kernel_bytes == rows / 2 + weights + 8
     assert costs.count(module, filled={'splash': 0.5}) == full
+    # Four rows where a quarter is there: one row, which reads one of the two experts.
+    few = hlo.parse(RAGGED.replace('1024', '4'))
+    left = (
+        costs.count(few).kernel_bytes - costs.count(few, filled={'ragged-dot': 0.25}).kernel_bytes
+    )
+    assert left == 3 * (256 * 2 + 128 * 4) + weights / 2
 
 
 def test_times_and_the_side_that_binds():

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from policyopt import recipe
@@ -131,6 +132,25 @@ def test_a_recorded_support_is_scored_without_logits():
     tokens = 4 * (LENGTH - 256)  # of a device's four rows, those that are scored
     apart = 2 * tokens * 256 * (VOCAB - SUPPORT)
     assert whole.flops - found.flops == pytest.approx(apart, rel=0.1)
+
+
+@pytest.mark.parametrize('topology', ['v5p:2x2x1', 'v5e:2x2', 'v6e:2x2'])
+def test_experts_meet_their_own_rows_alone_on_every_chip(topology):
+    """A product of each row with each expert would be eight times as much."""
+    mesh = jax.sharding.Mesh(hardware.devices(topology)[:1], ('data',))
+    placed = jax.NamedSharding(mesh, jax.P())
+    rows, experts, sizes = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+        for shape, dtype in (
+            ((4096, 512), jnp.bfloat16),
+            ((8, 512, 256), jnp.bfloat16),
+            ((8,), jnp.int32),
+        )
+    )
+    lowered = jax.jit(jax.lax.ragged_dot).lower(rows, experts, sizes)
+    found = costs.count(hlo.parse(measure.compile_text(lowered)[1]))
+    assert found.kernels['ragged-dot-none'] == 1 and found.flops == 0
+    assert found.kernel_flops == 2 * 4096 * 512 * 256
 
 
 def test_a_tensor_axis_smaller_than_the_torus_splits_it():

@@ -222,11 +222,12 @@ class _Counter:
         work = re.search(r'"cost_estimate":\{([^}]*)\}', at.tail)
         numbers = dict(re.findall(r'"(\w+)":"?(\d+)', work[1])) if work else {}
         if 'flops' in numbers:
-            share = next((s for part, s in self.filled.items() if part in name), 1.0)
-            rows = [s for s in (*arrays, *at.shapes) if len(s.dims) == 2 and s.dtype != 's32']
-            left = (1 - share) * traffic.in_hbm(rows)
-            total.kernel_flops += share * float(numbers['flops'])
-            total.kernel_bytes += max(float(numbers.get('bytes_accessed', 0)) - left, 0.0)
+            share = next((s for part, s in self.filled.items() if part in name), None)
+            moved = float(numbers.get('bytes_accessed', 0))
+            if share is not None:
+                moved = max(moved - unread(arrays, at.shapes, share), 0.0)
+            total.kernel_flops += (1.0 if share is None else share) * float(numbers['flops'])
+            total.kernel_bytes += moved
         elif own := attention_flops(name, arrays):
             total.kernel_flops += own
             total.kernel_bytes += traffic.of(where, at)
@@ -240,6 +241,20 @@ def _cut(inner: Computation, name: str) -> bool:
     users = inner.users(name)
     parts = [i.name for i in users if i.opcode == 'get-tuple-element']
     return any(i.opcode == 'dynamic-slice' for i in users) or any(_cut(inner, n) for n in parts)
+
+
+def unread(given: Sequence[Shape], made: Sequence[Shape], share: float) -> float:
+    """Bytes in HBM that a product of rows [N,...] with experts [E,...,...] leaves alone.
+
+    Of the rows, those that are not there; and the experts without a row, at least E - share * N.
+    """
+    rows = [s for s in (*given, *made) if len(s.dims) == 2 and s.dtype != 's32']
+    count = max((s.dims[0] for s in rows), default=0) * share
+    left = (1 - share) * traffic.in_hbm(rows)
+    for weights in given:
+        if len(weights.dims) == 3:
+            left += max(1 - count / weights.dims[0], 0.0) * traffic.in_hbm([weights])
+    return left
 
 
 def attention_flops(name: str, arrays: Sequence[Shape]) -> float:

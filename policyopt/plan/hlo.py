@@ -23,6 +23,7 @@ _NAME = re.compile(r'%([\w.\-]+)')
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$')
 _LINE = re.compile(r'^\s*(ROOT )?%?([\w.\-]+) = ')
 _SPACE = re.compile(r'S\((\d+)\)')
+NEVER = 2**53  # cycles; the compiler writes larger numbers where it has no estimate
 CALLED = ('calls', 'to_apply', 'body', 'condition', 'branch_computations', 'called_computations')
 
 
@@ -91,7 +92,8 @@ class Instruction:
     def cycles(self) -> int:
         """The compiler's estimate of its time, in clock cycles; 0 where it made none."""
         match = re.search(r'"estimated_cycles":"?(\d+)', self.tail)
-        return int(match[1]) if match else 0
+        found = int(match[1]) if match else 0
+        return found if found < NEVER else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from policyopt import sharding
 from policyopt.plan import costs as costs_lib
 from policyopt.plan import hlo, roofline
 from policyopt.plan.hardware import GIB, Chip
@@ -99,12 +100,16 @@ def compile_text(lowered: Any) -> tuple[Any, str]:
     with folder as name, warnings.catch_warnings(), _own_flags():
         # A cache of compiled programs keeps these, and can't give them back without a TPU.
         warnings.filterwarnings('ignore', 'Error (reading|writing) persistent compilation')
-        compiled = lowered.compile(
-            compiler_options={'xla_dump_to': name, 'xla_dump_hlo_as_text': True}
-        )
+        dump = {'xla_dump_to': name, 'xla_dump_hlo_as_text': True}
+        compiled = lowered.compile(compiler_options=dump | options_for(lowered.as_text()))
         texts = pathlib.Path(name).glob('*.after_codegen.txt')
         found = sorted(texts, key=lambda path: path.stat().st_size)
         return compiled, found[-1].read_text() if found else compiled.as_text()
+
+
+def options_for(text: str) -> dict[str, str]:
+    """Of sharding.TPU_OPTIONS, those that make a difference to a lowered program."""
+    return sharding.TPU_OPTIONS if 'ragged_dot' in text else {}
 
 
 @contextlib.contextmanager

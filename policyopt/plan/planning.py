@@ -78,7 +78,7 @@ def _compiled(
     """A program's record, and what it was counted from; None where it finds no memory."""
     began, made = time.monotonic(), None
     lowered = program.lower()
-    text = store.text_hash(lowered.as_text())
+    text = hash_of(lowered)
     if sum(program.held.values()) > chip.hbm:
         return measure.too_large(program, chip) | {'lowered': text}, None
     try:
@@ -88,6 +88,12 @@ def _compiled(
     else:
         record = measure.describe(made, chip)
     return record | {'lowered': text, 'compile_seconds': time.monotonic() - began}, made
+
+
+def hash_of(lowered: Any) -> str:
+    """Of a program before it is compiled, and of what the compiler is told."""
+    text = lowered.as_text()
+    return store.text_hash(''.join([text, *map(str, measure.options_for(text).items())]))
 
 
 def refreshed(
@@ -104,7 +110,7 @@ def refreshed(
     if record is None or store.fresh(record):
         return record
     program = steps.programs(prepare(config, topology))[step]
-    text = store.text_hash(program.lower().as_text())
+    text = hash_of(program.lower())
     if record.get('lowered') != text or record['versions'] != store.versions():
         return None
     record['source'], stored = store.source_hash(), kept.made(key)
@@ -146,6 +152,7 @@ def run_of(setup: recipe.Setup) -> dict[str, Any]:
         'rows': sizes.rows,
         'micro': sizes.micro,
         'slots': sizes.slots,
+        'gather': sizes.gather,
         'mesh': dict(setup.mesh.shape),
         'batch_shards': shards,
         'kv_heads': setup.model.config.num_kv_heads,

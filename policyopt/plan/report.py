@@ -45,8 +45,9 @@ def describe(step: str, record: Mapping[str, Any]) -> str:
         lines.append(f'  kernel {name} x {count:g}{silent}')
     if step == 'decode' and record['bound'] == 'network':
         lines.append(
-            '  each token waits for parameters from other devices: rows draw faster where a wider '
-            'tensor axis, or rules with embed=None, leave less to gather'
+            '  parameters come from other devices, for each token unless rollout.engine.gather '
+            'gathers them once a call; a wider tensor axis, or rules with embed=None, leave less '
+            'to gather'
         )
     for name in record['unknown']:
         lines.append(f'  counted once, since nothing says how often it runs: {name}')

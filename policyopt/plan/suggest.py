@@ -30,8 +30,8 @@ def suggest(step: str, memory: dict[str, float], run: dict[str, Any]) -> Change 
     Args:
       step: which program.
       memory: of its record.
-      run: what it was compiled with: remat, rows, micro, slots, mesh (axis -> size), batch_shards
-        and kv_heads.
+      run: what it was compiled with: remat, rows, micro, slots, gather, mesh (axis -> size),
+        batch_shards and kv_heads.
     """
     hbm = memory['hbm'] * ROOM
     mesh = run['mesh']
@@ -51,6 +51,13 @@ def suggest(step: str, memory: dict[str, float], run: dict[str, Any]) -> Change 
             SLICE,
             f'one of {wanted} chips, or of larger ones',
             f'parameters and moments take {held / 2**30:.1f} GiB of each of {devices} devices',
+        )
+    if step == 'decode' and run['gather'] and memory.get('temporary', 0.0) > hbm / 4:
+        return Change(
+            'rollout.engine.gather',
+            False,
+            f'temporary memory, which gathered weights are in, takes '
+            f'{memory["temporary"] / 2**30:.1f} GiB of a device: gather them for each token',
         )
     if (
         step == 'decode'
