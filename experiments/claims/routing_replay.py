@@ -78,7 +78,7 @@ def judge(seeds: list[Any]) -> Verdict:
         *found['GRPO'],
         f'{". ".join(parts)}. Sampler and trainer run one forward pass here, so that recomputed '
         f"experts are the sampler's ({equal.min():.2%} are equal, log-probs of a first minibatch "
-        f'to {gap.max():.1g}): they have no curves of their own, and what replay takes away is '
+        f'differ by {gap.max():.1g} at most): they have no curves of their own, and what replay takes away is '
         f'the drift of experts over the {learning.MINIBATCHES} minibatches of a step. What counts '
         f'is that GRPO gains {NEEDED:.0%} at least, and GSPO less.',
     )
