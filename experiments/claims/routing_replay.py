@@ -63,13 +63,15 @@ def judge(seeds: list[Any]) -> Verdict:
     for method, (mean, (low, high)) in found.items():
         names = [f'{method}, {replay}' for replay in REPLAYS]
         level = [curves.areas(seeds, name).mean() for name in names]
-        noise = [curves.means(seeds, name, 'variance').mean() for name in names]
+        noise = [curves.means(seeds, name, 'variance') for name in names]
+        change, ends = interval(np.log(noise[1] / noise[0]))
         fallen = ' and '.join(curves.how_many(seeds, name) for name in names)
         parts.append(
             f'{method} has a held-out accuracy of {level[0]:.1%} without replay and {level[1]:.1%} '
             f'with it, mean over {seeds[0][names[0]]["step"][-1]} steps, a gain of {mean:+.1%} '
-            f'[{low:+.1%}, {high:+.1%}]; its token log-ratios have a variance of {noise[0]:.3f} '
-            f'and {noise[1]:.3f}; {fallen} collapse'
+            f'[{low:+.1%}, {high:+.1%}]; its token log-ratios have a variance of '
+            f'{noise[0].mean():.3f} and {noise[1].mean():.3f}, a change of {np.expm1(change):+.0%} '
+            f'[{np.expm1(ends[0]):+.0%}, {np.expm1(ends[1]):+.0%}]; {fallen} collapse'
         )
     equal, gap = (spread(seeds, 'recomputed', name) for name in ('equal', 'first'))
     return Verdict(
@@ -78,9 +80,9 @@ def judge(seeds: list[Any]) -> Verdict:
         *found['GRPO'],
         f'{". ".join(parts)}. Sampler and trainer run one forward pass here, so that recomputed '
         f"experts are the sampler's ({equal.min():.2%} are equal, log-probs of a first minibatch "
-        f'to {gap.max():.1g}): they have no curves of their own, and what replay takes away is '
-        f'the drift of experts over the {learning.MINIBATCHES} minibatches of a step. What counts '
-        f'is that GRPO gains {NEEDED:.0%} at least, and GSPO less.',
+        f'differ by {gap.max():.1g} at most): they have no curves of their own, and what replay '
+        f'takes away is the drift of experts over the {learning.MINIBATCHES} minibatches of a '
+        f'step. What counts is that GRPO gains {NEEDED:.0%} at least, and GSPO less.',
     )
 
 
