@@ -68,7 +68,7 @@ def measure(place: Place) -> dict[str, Any]:
             values = loop.collect(state, None, iter([items]), key).metrics
             found.append([values['length'], values['reward']])
         out[name] = found
-    centred = (np.stack(path) - path[-1]) @ axes.T / reach
+    centred = (np.stack(path) - path[-1]) @ axes.T / (reach or 1.0)
     out['path'] = centred.tolist()
     return out
 
@@ -101,13 +101,19 @@ def linear(found: Any) -> tuple[float, float]:
     return float(1 - (left**2).sum() / whole), float(2 * np.hypot(*slope[:2]) / length.mean())
 
 
+def correlation(found: Any) -> float:
+    """Correlation of length and reward over the points of a plane; 0 where one is all equal."""
+    found = np.asarray(found, np.float64)
+    return float(np.corrcoef(found.T)[0, 1]) if np.all(found.std(0) > 0) else 0.0
+
+
 def judge(seeds: list[Any]) -> Verdict:
     fits = {n: np.array([linear(s[n]) for s in seeds]) for n in ('components', 'random')}
     value, found = interval(fits['components'][:, 0])
     change, changes = interval(fits['components'][:, 1])
     run = spread(seeds, 'run')
     share = spread(seeds, 'share').sum(1).mean()
-    reward = np.array([np.corrcoef(np.array(s['components']).T)[0, 1] for s in seeds])
+    reward = np.array([correlation(s['components']) for s in seeds])
     return Verdict(
         together(decide(*found, EXPLAINED), decide(*changes, CHANGE)),
         'R^2 of mean length, linear over the plane of two principal components',
@@ -121,7 +127,7 @@ def judge(seeds: list[Any]) -> Verdict:
         f'changes by {change:.1%} [{changes[0]:.1%}, {changes[1]:.1%}] of itself from side to side '
         f'({CHANGE:.0%} was asked), in a random plane by {fits["random"][:, 1].mean():.1%} with an '
         f'R^2 of {fits["random"][:, 0].mean():.2f}. Length and reward correlate by '
-        f'{np.nanmean(reward):.2f} over the plane. The form of a right answer fixes its length '
+        f'{reward.mean():.2f} over the plane. The form of a right answer fixes its length '
         'here, so that length means errors of form, not longer reasoning.',
     )
 
