@@ -132,23 +132,36 @@ def judge(seeds: list[Any]) -> Verdict:
     )
 
 
+def turned(numbers: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Points of a plane as [side,side,2] and the run's path in that of components, [steps,2].
+
+    Signs of components are arbitrary: here the run begins to the left, and goes below.
+    """
+    path = np.array(numbers['path'])
+    found = np.array(numbers[name])
+    side = round(len(found) ** 0.5)
+    found = found.reshape(side, side, 2)
+    for axis, ahead in enumerate((path[0, 0] > 0, path[:, 1].mean() > 0)):
+        if ahead:
+            path[:, axis] *= -1
+            found = np.flip(found, axis)
+    return found, path
+
+
 def draw(figure: Any, seeds: list[Any]) -> None:
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
-    for row, name in zip(panels, ('components', 'random'), strict=True):
-        found = spread(seeds, name).mean(0)
-        side = round(len(found) ** 0.5)
-        for axis, values, label in zip(row, found.T, ('length', 'reward'), strict=True):
-            image = axis.imshow(
-                values.reshape(side, side).T, origin='lower', extent=(-1, 1, -1, 1), aspect='auto'
-            )
-            bar = figure.colorbar(image, ax=axis)
-            bar.ax.tick_params(labelsize=7)
+    for i, name in enumerate(('components', 'random')):
+        found, paths = zip(*(turned(numbers, name) for numbers in seeds), strict=True)
+        for axis, values, label in zip(
+            panels[i], np.moveaxis(np.mean(found, axis=0), 2, 0), ('length', 'reward'), strict=True
+        ):
+            extent = (-1.25, 1.25, -1.25, 1.25)  # points are in the middle of a cell
+            image = axis.imshow(values.T, origin='lower', extent=extent, aspect='auto')
+            figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
             axis.set_title(f'{label}, {name}', fontsize=8)
             axis.tick_params(labelsize=7)
-            if name == 'components':
-                for numbers in seeds:
-                    axis.plot(*np.array(numbers['path']).T, color='white', lw=0.7, alpha=0.7)
-                axis.set(xlim=(-1, 1), ylim=(-1, 1))
+            for path in paths if name == 'components' else ():
+                axis.plot(*path.T, color='white', lw=0.8, alpha=0.8)
 
 
 CLAIM = Claim(
