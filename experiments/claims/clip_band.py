@@ -133,6 +133,7 @@ def draw(figure: Any, seeds: list[Any]) -> None:
     edge.set(yscale='log', xlabel='RL step', ylabel='eps')
     for axis in (share, edge):
         axis.legend(frameon=False, fontsize=7)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     tidy(share, edge)
 
 

@@ -119,10 +119,10 @@ def judge(seeds: list[Any]) -> Verdict:
         f'{spread(seeds, "symmetric", "start").mean():.3f} nats a token changes by '
         f'{ends["clip-higher"]:+.4f} with clip-higher and by {ends["symmetric"]:+.4f} with .2 on '
         f'both sides, in {STEPS * MINIBATCHES} updates at a rate of {RATE:g}. The soft length '
-        f'penalty puts {soft:.0%} of the variance of rewards within groups between answers that '
-        f'are equally right, where there was {hard:.0%}: answers of four tokens at most are never '
-        'cut off in the middle, which is the noise that it is to lower, so that part of the claim '
-        'is not tested here.',
+        f'penalty puts {soft:.1%} of the variance of rewards within groups between answers that '
+        f'are equally right, where there was {hard:.1%}: right answers fit the limit here, so '
+        'that none is cut off, which is the noise that the penalty is to lower; that part of DAPO '
+        'is not tested.',
     )
 
 
@@ -144,7 +144,7 @@ def draw(figure: Any, seeds: list[Any]) -> None:
         ),
         (
             variance,
-            'variance of rewards between\nequally right answers',
+            'share of variance within groups\nbetween equally right answers',
             {
                 'outcome\nalone': spread(seeds, 'plain', 'noise', 'hard'),
                 'with soft\npenalty': spread(seeds, 'plain', 'noise', 'soft'),
@@ -160,7 +160,7 @@ def draw(figure: Any, seeds: list[Any]) -> None:
         axis.set_ylabel(label, fontsize=8)
         axis.tick_params(axis='y', labelsize=7)
     kept.set_ylim(0, 1.05)
-    variance.set_ylim(0, 1.05)
+    variance.set_ylim(0, None)
     tidy(kept, entropy, variance)
 
 

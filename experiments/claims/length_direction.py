@@ -68,7 +68,7 @@ def measure(place: Place) -> dict[str, Any]:
             values = loop.collect(state, None, iter([items]), key).metrics
             found.append([values['length'], values['reward']])
         out[name] = found
-    centred = (np.stack(path) - path[-1]) @ axes.T / reach
+    centred = (np.stack(path) - path[-1]) @ axes.T / (reach or 1.0)
     out['path'] = centred.tolist()
     return out
 
@@ -101,13 +101,19 @@ def linear(found: Any) -> tuple[float, float]:
     return float(1 - (left**2).sum() / whole), float(2 * np.hypot(*slope[:2]) / length.mean())
 
 
+def correlation(found: Any) -> float:
+    """Correlation of length and reward over the points of a plane; 0 where one is all equal."""
+    found = np.asarray(found, np.float64)
+    return float(np.corrcoef(found.T)[0, 1]) if np.all(found.std(0) > 0) else 0.0
+
+
 def judge(seeds: list[Any]) -> Verdict:
     fits = {n: np.array([linear(s[n]) for s in seeds]) for n in ('components', 'random')}
     value, found = interval(fits['components'][:, 0])
     change, changes = interval(fits['components'][:, 1])
     run = spread(seeds, 'run')
     share = spread(seeds, 'share').sum(1).mean()
-    reward = np.array([np.corrcoef(np.array(s['components']).T)[0, 1] for s in seeds])
+    reward = np.array([correlation(s['components']) for s in seeds])
     return Verdict(
         together(decide(*found, EXPLAINED), decide(*changes, CHANGE)),
         'R^2 of mean length, linear over the plane of two principal components',
@@ -121,28 +127,41 @@ def judge(seeds: list[Any]) -> Verdict:
         f'changes by {change:.1%} [{changes[0]:.1%}, {changes[1]:.1%}] of itself from side to side '
         f'({CHANGE:.0%} was asked), in a random plane by {fits["random"][:, 1].mean():.1%} with an '
         f'R^2 of {fits["random"][:, 0].mean():.2f}. Length and reward correlate by '
-        f'{np.nanmean(reward):.2f} over the plane. The form of a right answer fixes its length '
+        f'{reward.mean():.2f} over the plane. The form of a right answer fixes its length '
         'here, so that length means errors of form, not longer reasoning.',
     )
 
 
+def turned(numbers: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Points of a plane as [side,side,2] and the run's path in that of components, [steps,2].
+
+    Signs of components are arbitrary: here the run begins to the left, and goes below.
+    """
+    path = np.array(numbers['path'])
+    found = np.array(numbers[name])
+    side = round(len(found) ** 0.5)
+    found = found.reshape(side, side, 2)
+    for axis, ahead in enumerate((path[0, 0] > 0, path[:, 1].mean() > 0)):
+        if ahead:
+            path[:, axis] *= -1
+            found = np.flip(found, axis)
+    return found, path
+
+
 def draw(figure: Any, seeds: list[Any]) -> None:
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
-    for row, name in zip(panels, ('components', 'random'), strict=True):
-        found = spread(seeds, name).mean(0)
-        side = round(len(found) ** 0.5)
-        for axis, values, label in zip(row, found.T, ('length', 'reward'), strict=True):
-            image = axis.imshow(
-                values.reshape(side, side).T, origin='lower', extent=(-1, 1, -1, 1), aspect='auto'
-            )
-            bar = figure.colorbar(image, ax=axis)
-            bar.ax.tick_params(labelsize=7)
+    for i, name in enumerate(('components', 'random')):
+        found, paths = zip(*(turned(numbers, name) for numbers in seeds), strict=True)
+        for axis, values, label in zip(
+            panels[i], np.moveaxis(np.mean(found, axis=0), 2, 0), ('length', 'reward'), strict=True
+        ):
+            extent = (-1.25, 1.25, -1.25, 1.25)  # points are in the middle of a cell
+            image = axis.imshow(values.T, origin='lower', extent=extent, aspect='auto')
+            figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
             axis.set_title(f'{label}, {name}', fontsize=8)
             axis.tick_params(labelsize=7)
-            if name == 'components':
-                for numbers in seeds:
-                    axis.plot(*np.array(numbers['path']).T, color='white', lw=0.7, alpha=0.7)
-                axis.set(xlim=(-1, 1), ylim=(-1, 1))
+            for path in paths if name == 'components' else ():
+                axis.plot(*path.T, color='white', lw=0.8, alpha=0.8)
 
 
 CLAIM = Claim(
