@@ -604,17 +604,10 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(k for k, v in globals().items() if getattr(v, 'slot', None) == 'algorithm'))
 
 
-def resolve(path: str, **kwargs: Any) -> Algorithm:
-    """Import the algorithm factory at a dotted path and call it.
+def factory(path: str) -> Any:
+    """Import the algorithm factory at a dotted path, or at its last part alone.
 
-    Args:
-      path: `policyopt.algorithms.gspo`, its last part alone, or any importable factory.
-      **kwargs: the factory's arguments; `advantages` may be a name or a section, as in
-        `advantages.read`, and `gates` names or sections, as in `losses.gates.read`.
-
-    Raises:
-      ValueError: no such module or name, with the nearest spelling.
-      TypeError: an argument the factory does not have, with the nearest spelling.
+    Raises ValueError where there is no such module or name, with the nearest spelling.
     """
     module_name, _, name = path.rpartition('.')
     try:
@@ -630,6 +623,22 @@ def resolve(path: str, **kwargs: Any) -> Algorithm:
         known = slots or {k for k, v in vars(module).items() if inspect.isfunction(v)}
         found = 'not there' if make is None else f'{type(make).__name__}, not a factory'
         raise ValueError(f'algorithm {path!r}: {found}.{checks.nearest(name, known)}')
+    return make
+
+
+def resolve(path: str, **kwargs: Any) -> Algorithm:
+    """Import an algorithm factory and call it.
+
+    Args:
+      path: `policyopt.algorithms.gspo`, its last part alone, or any importable factory.
+      **kwargs: the factory's arguments; `advantages` may be a name or a section, as in
+        `advantages.read`, and `gates` names or sections, as in `losses.gates.read`.
+
+    Raises:
+      ValueError: no such module or name, with the nearest spelling.
+      TypeError: an argument the factory does not have, with the nearest spelling.
+    """
+    make = factory(path)
     checks.check_arguments(make, (), kwargs)
     if kwargs.get('advantages') is not None:
         kwargs['advantages'] = read_advantages(kwargs['advantages'], 'advantages')

@@ -10,6 +10,7 @@ records the signs; the figures go into its folder. Of a batch alone there are no
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from policyopt import runs, signs
+from policyopt import algorithms, runs, signs
 from policyopt.batches import BatchError, find_batch, load_batch, solve_rates
 from policyopt.calibration import Calibration, check_share, epsilon, group_size
 from policyopt.runs import Run
@@ -146,13 +147,22 @@ def say_ranges(page: Page, found: Sequence[Calibration], own: Sequence[float]) -
         columns = ('eps', 'low/response', 'high/response', 'low/token', 'high/token')
         page.table(f'Share clipped against eps, {each.level} ratio', columns, rows)
     if own:
-        page.say('* of the config')
+        page.say('* of the algorithm, for the ratio that it clips')
 
 
 def own_range(run: Run | None) -> list[float]:
-    """Bounds of the clip that a run's config names, ascending; [] where it names none."""
-    named: Any = {} if run is None else run.config.get('algorithm_kw') or {}
-    found = {named[name] for name in ('low', 'high', 'clip') if name in named}
+    """Bounds of the clip of a run's algorithm, ascending; [] where none is known.
+
+    They are its arguments `eps`, `low` and `high`, given or by default, whichever ratio it clips.
+    """
+    path = '' if run is None else run.config.get('algorithm') or ''
+    try:
+        arguments = inspect.signature(algorithms.factory(path)).parameters if path else {}
+    except ValueError:  # an algorithm of the user's that cannot be imported from here
+        arguments = {}
+    named = {name: each.default for name, each in arguments.items()}
+    named |= {} if run is None else run.config.get('algorithm_kw') or {}
+    found = {named[name] for name in ('eps', 'low', 'high') if name in named}
     return sorted(float(x) for x in found if isinstance(x, int | float))
 
 

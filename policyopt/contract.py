@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -221,16 +221,17 @@ def _policy_weights(found: Subject, arrays: Arrays) -> tuple[np.ndarray | None, 
     return (np.asarray(leaves[0]) if len(leaves) == 1 else None), gated
 
 
-def off_mask(found: Subject, seed: int, poison: float = np.nan) -> None:
+def off_mask(found: Subject, seed: int, poisons: Sequence[float] = (np.nan, np.inf)) -> None:
     """What stands off the mask, NaN and infinity included, matters to nothing."""
     arrays = random_arrays(seed)
     loss, grads, metrics = found.run(arrays)
     off = arrays['mask'] == 0
-    poisoned = dict(arrays)
-    for field in INPUT_FIELDS:
-        if arrays[field].dtype == np.float32:
-            poisoned[field] = np.where(off, np.float32(poison), arrays[field])
-    chex.assert_trees_all_equal((loss, grads, metrics), found.run(poisoned))
+    for poison in poisons:
+        poisoned = dict(arrays)
+        for field in INPUT_FIELDS:
+            if arrays[field].dtype == np.float32:
+                poisoned[field] = np.where(off, np.float32(poison), arrays[field])
+        chex.assert_trees_all_equal((loss, grads, metrics), found.run(poisoned))
     assert all(not g[off].any() for g in grads.values()), 'a gradient off the mask'
 
 
@@ -329,9 +330,9 @@ LAWS: dict[str, Callable[..., None]] = {
 
 
 def check(
-    algorithm: Algorithm, *, laws: Iterable[str] = tuple(LAWS), seeds: Iterable[int] = range(5)
+    algorithm: Algorithm, *, laws: Sequence[str] = tuple(LAWS), seeds: Sequence[int] = range(5)
 ) -> tuple[str, ...]:
-    """Put an algorithm through the laws; the names of those it keeps, which are all asked for.
+    """Put an algorithm through the laws, and return their names.
 
     Args:
       algorithm: as a factory returns it.
@@ -340,7 +341,7 @@ def check(
 
     Raises:
       AssertionError: it breaks a law; the message names it, says what it asks, and has the numbers.
-      ValueError: there is no such law.
+      ValueError: there is no such law, or no seed.
       TypeError: a factory that was not called, or no algorithm at all.
     """
     checks.check_called('algorithm', algorithm)
@@ -348,7 +349,9 @@ def check(
         raise TypeError(
             f'algorithm must be an Algorithm, as a factory returns it; got {algorithm!r}'
         )
-    found, kept = subject(algorithm), []
+    if not seeds:
+        raise ValueError('seeds is empty; legal is one seed or more')
+    found = subject(algorithm)
     for name in laws:
         if name not in LAWS:
             raise ValueError(f'there is no law {name!r}.{checks.nearest(name, tuple(LAWS))}')
@@ -358,5 +361,4 @@ def check(
             except AssertionError as error:
                 asked = (LAWS[name].__doc__ or '').split('\n')[0]
                 raise AssertionError(f'{name}, seed {seed}: {asked}\n{error}') from error
-        kept.append(name)
-    return tuple(kept)
+    return tuple(laws)

@@ -86,6 +86,13 @@ def start(series: Series) -> float | None:
     return float(np.mean(series.values[: window(count)])) if count >= FEWEST else None
 
 
+def margin(series: Series) -> float:
+    """Two standard errors of the difference between end and start, of values that are noise."""
+    count = window(len(series.values))
+    edges = series.values[:count], series.values[-count:]
+    return 2 * float(np.sqrt(sum(np.var(edge, ddof=1) / count for edge in edges)))
+
+
 def not_recorded(*names: str) -> Found:
     """The verdict where metrics are missing."""
     return Found(UNKNOWN, None, f'{" and ".join(f"`{n}`" for n in names)} not recorded')
@@ -109,10 +116,12 @@ def length(run: Run, batch: Batch | None = None) -> Found:
         return Found(WARNING if share > AT_LIMIT else FINE, share, text)
     growth = end(tokens) / max(first, 1e-9)
     text += f'; {growth:.2f} times the length at the start'
-    gained = bool(reward) and end(reward) > (start(reward) or 0.0)
-    if reward:
-        text += f', reward {"up" if gained else "not up"} from {start(reward):.3g} to'
-        text += f' {end(reward):.3g}'
+    before = start(reward) if reward else None
+    gained = before is not None and end(reward) - before > margin(reward)
+    if before is None:
+        text += ', reward not recorded'
+    else:
+        text += f', reward {"up" if gained else "not up"} from {before:.3g} to {end(reward):.3g}'
     bad = share > AT_LIMIT or (growth > GROWTH and not gained)
     marks = [(first, 'at the start'), (GROWTH * first, f'{GROWTH:g} times that')]
     return Found(WARNING if bad else FINE, growth, text, marks)
@@ -283,7 +292,11 @@ SIGNS = (
         dashboard.Panel(
             'Effective sample size',
             'share',
-            dashboard.of(('ess_old/token', 'of tokens'), ('ess_old/sequence', 'of answers')),
+            dashboard.of(
+                ('ess_old/token', 'of tokens'),
+                ('ess_behavior/token', 'of tokens, to the sampler'),
+                ('ess_old/sequence', 'of answers'),
+            ),
             zero=True,
         ),
         effective_sample,

@@ -67,7 +67,7 @@ def test_on_policy_gradient_is_reinforce(name, seed):
 @every_algorithm
 @hypothesis.given(seed=seeds, poison=st.sampled_from([np.nan, np.inf, -np.inf, 1e38]))
 def test_nothing_off_mask_matters(name, seed, poison):
-    contract.off_mask(subject(name), seed, poison)
+    contract.off_mask(subject(name), seed, [poison])
 
 
 @every_algorithm
