@@ -91,9 +91,9 @@ def judge(seeds: list[Any]) -> Verdict:
         'share before (half was asked, both times). With a slot for each of the 512 answers '
         f'continuous batching saves nothing: {whole["lock-step"]:.1%} and '
         f'{whole["continuous batching"]:.1%}, against {whole["asynchronous"]:.1%}. Numbers are of '
-        'the simulation of schedules; slots, tokens and ages of its continuous and asynchronous ones '
-        'were those of the engines for a small model in every seed. Prefills and updates count as '
-        'no time.',
+        'the simulation of schedules; slots, tokens and ages of its continuous and asynchronous '
+        'ones were those of the engines for a small model in every seed. Prefills and updates '
+        'count as no time.',
     )
 
 
