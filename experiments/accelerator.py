@@ -26,7 +26,7 @@ from absl import app, flags
 
 import policyopt as po
 from experiments.accelerator_checks import CHECKS, on
-from policyopt import checks, models, optimizer
+from policyopt import checks, models, optimizer, sharding
 from policyopt import learner as learner_lib
 from policyopt.sampling import Engine, EngineConfig, SamplingConfig
 
@@ -198,6 +198,7 @@ def main(argv: list[str]) -> int | None:
             checks.one_of('--parts', name, ALL)
     except ValueError as error:
         raise app.UsageError(str(error)) from error
+    sharding.ask_libtpu()
     try:
         device = device_of(PLATFORM.value)
         host = jax.devices('cpu')[0]

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from policyopt import answers as answers_lib
-from policyopt import at_k, policy
+from policyopt import at_k, policy, sharding
 from policyopt import turns as turns_lib
 from policyopt.answers import Answers
 from policyopt.at_k import wilson
@@ -314,6 +314,7 @@ def write(job: Plan, done: Evaluated, out: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code, 2 with a message on standard error for bad input."""
     options = parser().parse_args(argv)
+    sharding.ask_libtpu()
     options.what = options.what or options.workdir
     try:
         job = plan(options)

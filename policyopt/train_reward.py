@@ -25,7 +25,15 @@ import jax
 import numpy as np
 
 from policyopt import answers as answers_lib
-from policyopt import evaluate, metrics, policy, preferences, reward_model, reward_training
+from policyopt import (
+    evaluate,
+    metrics,
+    policy,
+    preferences,
+    reward_model,
+    reward_training,
+    sharding,
+)
 from policyopt.evaluate_plan import Plan, add_data, add_draws, add_policy, plan
 from policyopt.optimizer import OptimizerConfig
 from policyopt.preferences import Agreement, PreferencesConfig
@@ -179,6 +187,7 @@ def write(folder: Path, known: Calibration) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code, 2 with a message on standard error for bad input."""
     options = parser().parse_args(argv)
+    sharding.ask_libtpu()
     try:
         agreed = run(options)
     except KeyboardInterrupt:
