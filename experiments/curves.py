@@ -58,13 +58,19 @@ def how_many(seeds: Sequence[Numbers], arm: str) -> str:
     return f'{np.isfinite(collapses(seeds, arm)).sum()} of {len(seeds)}'
 
 
-def draw(axis: Any, seeds: Sequence[Numbers], arms: Mapping[str, str], first: int = 0) -> None:
-    """Held-out accuracy of arms (name -> label), means over seeds with the range behind them.
-
-    Colours and dashes start from number `first`.
-    """
-    for i, (arm, label) in enumerate(arms.items(), first):
-        line(axis, seeds[0][arm]['step'], spread(seeds, arm, 'accuracy'), label, COLOURS[i % 6])
+def draw(
+    axis: Any,
+    seeds: Sequence[Numbers],
+    arms: Mapping[str, str],
+    ranges: bool = True,
+) -> None:
+    """Held-out accuracy of arms (name -> label), means over seeds, their range behind them."""
+    for i, (arm, label) in enumerate(arms.items()):
+        step, accuracy = seeds[0][arm]['step'], spread(seeds, arm, 'accuracy')
+        if ranges:
+            line(axis, step, accuracy, label, COLOURS[i % 6])
+        else:
+            axis.plot(step, accuracy.mean(0), color=COLOURS[i % 6], lw=2, label=label)
         axis.lines[-1].set_linestyle(DASHES[i % 4])
     axis.set(xlabel='RL step')
     axis.axhline(0, color='none')  # so that it is in the picture
