@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import claims, sources
+from experiments.beyond import BEYOND
 from experiments.claim import Claim, Place, Verdict, save
 from policyopt import checks
 
@@ -157,6 +158,13 @@ def page() -> str:
             out += ['', f'## {name}', '', load(name).text, '']
             out += [f'**{verdict.word.capitalize()}.** {verdict.text}', '']
             out += [f'{sizes(verdict)}.', '', f'![{load(name).text}](claims/{name}.png)']
+    out += ['', '## Beyond this budget', '']
+    out += [
+        'These compare what runs come to, which takes hours a seed; nothing here decides them.',
+        '',
+    ]
+    out += ['| claim | source | published | nearest measurement |', '| --- | --- | --- | --- |']
+    out += [f'| {" | ".join(each)} |' for each in BEYOND]
     return '\n'.join(out) + '\n'
 
 
@@ -167,6 +175,8 @@ def show() -> None:
         claim, verdict = load(name), verdict_of(name)
         word = f'{verdict.word}: {sizes(verdict)}' if verdict else '-'
         table.add_row(name, claim.text, claim.published, f'{claim.minutes:g}', word)
+    for each in BEYOND:
+        table.add_row('-', each.text, each.published, 'hours', 'beyond this budget')
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
