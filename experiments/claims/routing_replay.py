@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from experiments import arms, curves, learning, policies
-from experiments.claim import Claim, Place, Verdict, decide, interval, spread
+from experiments.claim import Claim, Place, Verdict, decide, interval, spread, together
 from policyopt import reinforce
 
 METHODS = {'GRPO': arms.grpo, 'GSPO': arms.gspo}
@@ -56,9 +56,8 @@ def gain(seeds: list[Any], method: str) -> np.ndarray:
 
 def judge(seeds: list[Any]) -> Verdict:
     found = {method: interval(gain(seeds, method)) for method in METHODS}
-    word = decide(*found['GRPO'][1], NEEDED)
-    if word == 'reproduced' and found['GSPO'][0] >= found['GRPO'][0]:
-        word = 'not reproduced'
+    low, high = found['GSPO'][1]
+    word = together(decide(*found['GRPO'][1], NEEDED), decide(-high, -low, -NEEDED))
     parts = []
     for method, (mean, (low, high)) in found.items():
         names = [f'{method}, {replay}' for replay in REPLAYS]

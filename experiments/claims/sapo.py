@@ -59,7 +59,7 @@ def draw(figure: Any, seeds: list[Any]) -> None:
 
 
 CLAIM = Claim(
-    text='SAPO is steadier than GSPO and than GRPO with routing replay, and reaches more.',
+    text='SAPO learns more than GSPO and than GRPO with routing replay, and collapses no oftener.',
     source='2511.20347',
     published='longer stable training, higher peak',
     minutes=2.5,

@@ -55,7 +55,7 @@ def judge(seeds: list[Any]) -> Verdict:
     word = 'inconclusive'
     if fallen[base] == 0 or min(fallen.values()) == 1:
         word = 'not reproduced'
-    elif fallen[base] == 1 and helps:
+    elif fallen[base] == 1 and helps and not fallen['same sampler']:
         word = 'reproduced'
     parts = ', '.join(
         f'{name} {curves.last(seeds, name).mean():.1%} ({curves.how_many(seeds, name)}, variance '
@@ -74,7 +74,8 @@ def judge(seeds: list[Any]) -> Verdict:
         f'a nucleus of {TOP_P:g}. Held-out accuracy at the end, mean of three, with the seeds that '
         'collapsed (below half of their peak) and the variance of token log-ratios, by remedy: '
         f'{parts}. The last has the sampler that the trainer has, no nucleus, and routing replay. '
-        'What counts is that all seeds collapse without a remedy and none with one of them. At '
+        'What counts, without an interval, is that all seeds collapse without a remedy, none with '
+        'one of them and none with the same sampler. At '
         'twice the rate and twice the minibatches one other seed fell to about 1 % within 30 '
         "steps, with GRPO's clip and the same sampler, too, and with all remedies together: that "
         'is a matter of the rate.',

@@ -52,9 +52,9 @@ def draw(figure: Any, seeds: list[Any]) -> None:
 
 
 CLAIM = Claim(
-    text='SAPO is steadier with a larger tau for tokens of negative advantage.',
+    text='SAPO learns more with a larger tau for tokens of negative advantage.',
     source='2511.20347',
-    published='1.05 over 1 over .95',
+    published='steadier at 1.05 than at 1 and .95',
     minutes=2.5,
     measure=measure,
     judge=judge,
