@@ -143,7 +143,9 @@ def _sampling(
     sampling = dataclasses.replace(base.at_temperature(temperature), **changes)
     slots = options.slots
     if engine is None:
-        sizes = dict(refill=max(1, slots // 8), prefill_rows=min(8, slots), steps=32)
+        sizes: dict[str, Any] = dict(
+            refill=max(1, slots // 8), prefill_rows=min(8, slots), steps=32
+        )
         engine = EngineConfig(slots=slots, **sizes)
     shrunk = {n: min(getattr(engine, n) or slots, slots) for n in ('refill', 'prefill_rows')}
     return sampling, dataclasses.replace(engine, slots=slots, min_slots=None, size=None, **shrunk)

@@ -22,7 +22,7 @@ from experiments.claim import (
     tidy,
     together,
 )
-from policyopt import advantages, data, losses, reinforce
+from policyopt import advantages, data, losses, masked, reinforce
 from policyopt import loop as loop_lib
 from policyopt.losses import controllers
 from policyopt.types import Algorithm
@@ -85,8 +85,7 @@ def share_of(done: reinforce.Step, edge: np.ndarray) -> float:
     part = done.parts[-1]
     on = (np.asarray(part.mask) != 0) & (np.asarray(part.advantages) != 0)
     ratio = np.exp(np.asarray(done.logp_new[-1] - part.logp_old, np.float64))[on]
-    up = np.asarray(part.advantages)[on] > 0
-    stopped = np.where(up, ratio > 1 + edge[1], ratio < 1 - edge[0])
+    stopped = masked.clip_stops(ratio, np.asarray(part.advantages)[on], edge[0], edge[1])
     return float(stopped.mean()) if on.any() else 0.0
 
 
