@@ -291,7 +291,8 @@ def gspo(low: float = 3e-4, high: float = 4e-4, gates: Gates = ()) -> Algorithm:
 
         J = 1/G sum_i clip(s_i, A_i),  A_i = (r_i - mean) / std of the group
 
-    Published values, for long answers; answers of a few tokens need about .01 (calibrate).
+    Published values, for long answers; short ones need wider ranges, about .1 at four tokens
+    (calibrate).
     """
     return Algorithm(
         advantages=group_zscore(),

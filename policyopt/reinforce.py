@@ -376,8 +376,8 @@ def remarks(setup: Setup, values: Mapping[str, float]) -> Iterator[str]:
         yield (
             f'a step found fewer than its {c.prompts * c.group_size} rows in rollout.max_rounds='
             f'{c.max_rounds} rounds, and trained on those it had (`kept` is their share): the '
-            'algorithm drops groups of equal rewards, of which there are many where the policy '
-            'is always right or always wrong'
+            'algorithm or dynamic_sampling drops groups of equal rewards, of which there are many '
+            'where the policy is always right or always wrong'
         )
     if values['rollout/not_judged'] > 0:
         yield 'some answers got no reward: the judge failed on them, and they are left out'

@@ -218,7 +218,7 @@ def _unusual(run: Run) -> Iterator[str]:
         yield (
             f'In {short.sum()} of {len(short)} steps the batch was not filled '
             f'({where(kept.steps[short])}; at worst {kept.values.min():.1%} of its rows): the '
-            'algorithm dropped groups of equal rewards.'
+            'algorithm, or dynamic_sampling, dropped groups of equal rewards.'
         )
     missing = [n for n in run.names() if len(run.series(n).steps) < _count(run, n)]
     if missing:

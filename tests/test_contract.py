@@ -46,6 +46,7 @@ def numpy_weights(name: str, mask: np.ndarray) -> np.ndarray:
         return mask / max(mask.sum(), 1)
     if kind == 'sequence_mean':
         return mask / np.maximum(n, 1) / rows
+    assert kind in ('sequence_sum', 'constant_length'), f'{kind} is new: write its weights here'
     return mask / rows / (16 if kind == 'constant_length' else 1)
 
 
