@@ -147,9 +147,7 @@ def say_ranges(page: Page, found: Sequence[Calibration], own: Sequence[float]) -
         columns = ('eps', 'low/response', 'high/response', 'low/token', 'high/token')
         page.table(f'Share clipped against eps, {each.level} ratio', columns, rows)
     if own:
-        page.say(
-            '* of the algorithm, in the table of the ratio that it clips; in the other it means nothing'
-        )
+        page.say('* of the algorithm, for the ratio that it clips')
 
 
 def own_range(run: Run | None) -> list[float]:
