@@ -297,3 +297,26 @@ def test_a_claim_is_measured_judged_and_drawn(name, shared):
     assert verdict.word in ('reproduced', 'not reproduced', 'inconclusive')
     assert np.isfinite([verdict.value, *verdict.interval]).all()
     assert (shared / 'fast' / f'{name}.png').is_file()
+
+
+@pytest.mark.parametrize('name, arms_of', [('tau', None), ('minibatches', (1, 2, 8, 16))])
+def test_claims_that_were_not_run_judge_and_draw_made_up_curves(name, arms_of):
+    from matplotlib.figure import Figure
+
+    claim = run.load(name)
+    names = [str(n) for n in arms_of or ('0.5', '1.05', '4')]
+    rng = np.random.default_rng(0)
+
+    def curve(gain):
+        rise = 0.2 + gain * np.linspace(0, 1, 9) + 0.001 * rng.standard_normal(9)
+        return dict(step=list(range(0, 90, 10)), accuracy=rise.tolist(), variance=[0.1] * 8)
+
+    for better in (names[-1], names[1]):
+        seeds = [{n: curve(0.3 if n == better else 0.0) for n in names} for _ in range(5)]
+        verdict = claim.judge(seeds)
+        wanted = {'tau': names[-1], 'minibatches': names[1]}[name]
+        assert verdict.word == ('reproduced' if better == wanted else 'not reproduced')
+        # The mean of a rise to .3 over eight points after the first.
+        assert verdict.value == pytest.approx(0.16875 if better == wanted else 0.0, abs=0.005)
+        assert verdict.interval[0] <= verdict.value <= verdict.interval[1]
+    claim.draw(Figure(), seeds)
