@@ -254,7 +254,8 @@ SIGNS = (
     Sign(
         'length',
         'length explosion',
-        f'above {AT_LIMIT:.0%} cut off, or {GROWTH:g} times as long without a gain of reward',
+        f'above {AT_LIMIT:.0%} cut off, or {GROWTH:g} times as long without a gain of reward '
+        'above its noise',
         'a choice; DAPO (2503.14476) describes what answers cut off do to the reward',
         'shaping.overlong_filter or soft_overlong; a larger sampling.max_new_tokens where long '
         'answers are right; an aggregate that does not favour them (README); a lower learning rate',
