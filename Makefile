@@ -35,7 +35,7 @@ PEERS := runs/peers/environments
 # Tunix needs Python 3.12; with pyenv: make peers PYTHON312='env PYENV_VERSION=3.12.1 python3'
 PYTHON312 ?= python3.12
 
-peers: setup  ## The same work by TRL and tunix, side by side: docs/performance.md. An hour, 8 GB.
+peers: setup  ## The same work by TRL and tunix, side by side: docs/performance.md; 3 GB.
 	test -x $(PEERS)/tunix/bin/python || $(PYTHON312) -m venv $(PEERS)/tunix
 	$(PEERS)/tunix/bin/pip install -q google-tunix==0.1.7
 	test -x $(PEERS)/trl/bin/python || $(PYTHON) -m venv $(PEERS)/trl

@@ -26,6 +26,7 @@ from absl import app, flags
 
 import policyopt as po
 from experiments.accelerator_checks import CHECKS, on
+from experiments.work import flops
 from policyopt import checks, models, optimizer, sharding
 from policyopt import learner as learner_lib
 from policyopt.sampling import Engine, EngineConfig, SamplingConfig
@@ -81,15 +82,6 @@ def seconds(function: Callable[[], Any], runs: int) -> float:
         jax.block_until_ready(function())
         took.append(time.perf_counter() - began)
     return statistics.median(took[1:])
-
-
-def flops(config: models.ModelConfig, rows: int, length: int) -> float:
-    """Of the products of a forward and backward pass; of attention what causality leaves."""
-    heads, head = config.num_heads, config.embed_dim // config.num_heads
-    projections = config.embed_dim * head * 2 * (heads + config.num_kv_heads)
-    weights = config.num_layers * (projections + 3 * config.embed_dim * config.mlp_dim)
-    weights += config.vocab_size * config.embed_dim
-    return 6.0 * rows * length * (weights + config.num_layers * heads * head * (length + 1))
 
 
 def matmuls(sizes: Sizes, runs: int) -> Iterator[Timed]:

@@ -32,6 +32,7 @@ from jax.nn import logsumexp
 from rich.console import Console
 from rich.table import Table
 
+from experiments.work import flops
 from policyopt import models, scoring
 from policyopt.models import layers
 from policyopt.models.moe import moe_layer
@@ -60,16 +61,6 @@ def measure(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.nda
                 took = time.perf_counter() - wall, time.process_time() - cpu
                 found[name].append(took)
     return {name: np.array(times) for name, times in found.items()}
-
-
-def flops(config: models.ModelConfig, rows: int, length: int) -> float:
-    """Of the matmuls of one forward and backward pass; of attention only what causality leaves."""
-    heads, groups, head = config.num_heads, config.num_kv_heads, config.head_dim
-    projections = config.embed_dim * head * 2 * (heads + groups)
-    weights = config.num_layers * (projections + 3 * config.embed_dim * config.mlp_dim)
-    weights += config.vocab_size * config.embed_dim
-    scores = config.num_layers * heads * head * (length + 1)  # two products, half of each
-    return 6.0 * rows * length * (weights + scores)
 
 
 def step_of(config: models.ModelConfig) -> tuple[models.Model, Callable[..., Any]]:

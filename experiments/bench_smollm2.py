@@ -37,6 +37,7 @@ from rich.table import Table
 
 import policyopt as po
 from configs import smollm2
+from experiments.work import flops
 from policyopt import learner, models, scoring
 from policyopt.models import adapters
 from policyopt.types import TokenBatch
@@ -64,16 +65,6 @@ def resident() -> float:
 
 def random_tokens(model: Any, rows: int, width: int) -> Any:
     return jax.random.randint(jax.random.key(0), (rows, width), 100, model.config.vocab_size)
-
-
-def flops(config: models.ModelConfig, rows: int, length: int) -> float:
-    """Of the matmuls of one forward and backward pass; of attention only what causality leaves."""
-    heads, groups, head = config.num_heads, config.num_kv_heads, config.head_dim
-    projections = config.embed_dim * head * 2 * (heads + groups)
-    weights = config.num_layers * (projections + 3 * config.embed_dim * config.mlp_dim)
-    weights += config.vocab_size * config.embed_dim
-    scores = config.num_layers * heads * head * (length + 1)  # two products, half of each
-    return 6.0 * rows * length * (weights + scores)
 
 
 def drawn(model: Any, params: Any, rows: int, count: int) -> Any:

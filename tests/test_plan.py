@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import scale
-from policyopt import models, scoring, sharding
+from policyopt import evaluate, models, scoring, sharding, train_reward
 from policyopt.plan import (
     costs,
     hardware,
@@ -114,6 +114,15 @@ def test_forms_follow_the_platform_of_the_mesh():
         assert scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES) == 4 * 832
         assert scoring.tokens_at_once(7, head, None, sharding.DEFAULT_RULES) == 7
     assert scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES) == 192
+
+
+@pytest.mark.parametrize(
+    'command, argv', [(evaluate, ['nowhere']), (train_reward, ['nowhere', '--out=none'])]
+)
+def test_commands_ask_libtpu_before_anything_else(monkeypatch, command, argv):
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', '')
+    assert command.main(argv) == 2
+    assert os.environ['LIBTPU_INIT_ARGS'] == '--xla_tpu_enable_ragged_dot_kernel=true'
 
 
 def test_libtpu_is_asked_for_the_kernel_of_experts(monkeypatch):

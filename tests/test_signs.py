@@ -226,3 +226,26 @@ def test_a_run_without_a_batch_and_another_folder_for_figures(tmp_path, capsys):
     assert 'not judged: clip share: `policy/frozen` not recorded' in out
     assert not (folder / 'calibration').exists()
     assert [p.name for p in (tmp_path / 'out').iterdir()] == ['entropy.png']
+
+
+def test_a_gain_within_the_noise_of_rewards_is_none():
+    """Rewards of .2 and .8 in turn: the ends differ by .12, two standard errors of that are .42."""
+    noise = np.tile([0.2, 0.8], STEPS // 2)
+    for gain, verdict in ((0.2, signs.WARNING), (0.4, signs.FINE)):
+        rewards = noise + ramp(0.0, gain)
+        found = signs.length(make(length=ramp(100, 210), reward=rewards))
+        assert found.verdict == verdict, found.text
+    assert signs.margin(runs.Series(np.arange(STEPS), noise)) == pytest.approx(0.4157, abs=1e-3)
+    assert 'reward not recorded' in signs.length(make(length=ramp(100, 210))).text
+
+
+def test_marked_ranges_are_arguments_of_the_algorithm_given_or_not():
+    def own(name, **kw):
+        algorithm = f'policyopt.algorithms.{name}'
+        return calibrate.own_range(make(dict(algorithm=algorithm, algorithm_kw=kw)))
+
+    assert own('gspo') == [3e-4, 4e-4] and own('gspo', low=0.1) == [4e-4, 0.1]
+    assert own('grpo', beta=0.0) == [0.2] and own('grpo', eps=0.3) == [0.3]
+    assert own('gmpo') == own('sapo') == calibrate.own_range(None) == []  # nats; no clip
+    elsewhere = dict(algorithm='nowhere.mine', algorithm_kw=dict(eps=0.1))
+    assert calibrate.own_range(make(elsewhere)) == [0.1]

@@ -45,9 +45,8 @@ def rows_of(
     groups of rows.
     """
     rng = np.random.default_rng(0)
-    least = 1 if ragged else None
     lengths = [
-        rng.integers(least or full, full + 1, rows) if ragged else np.full(rows, full)
+        rng.integers(1, full + 1, rows) if ragged else np.full(rows, full)
         for full in (prompt, answer)
     ]
     draw = lambda width: rng.integers(EOS + 1, vocab, (rows, width))  # noqa: E731

@@ -15,21 +15,18 @@ import numpy as np
 import optax
 
 import policyopt as po
-from experiments.peers.serve import EOS, Run, reward, serve
+from experiments.peers.serve import CAP, EOS, EPS, GSPO, HIGH, Run, reward, serve
 from policyopt import algorithms, learner, models, scoring, updates
 from policyopt.losses import diagnostics
 from policyopt.models.moe import moe_layer
 from policyopt.sampling import Engine, EngineConfig, PerRow, SamplingConfig, sample
-
-# The same objective by each side's own arguments: see docs/performance.md.
-EPS, GSPO, CAP = 0.2, 3e-4, 5.0
 
 
 def losses(answer: int) -> dict[str, po.Algorithm]:
     """Algorithms compared, for answers of `answer` tokens at most."""
     return {
         'grpo': algorithms.grpo(eps=EPS, beta=0.0),
-        'dapo': algorithms.dapo(low=EPS, high=0.28),
+        'dapo': algorithms.dapo(low=EPS, high=HIGH),
         'dr_grpo': algorithms.dr_grpo(length=answer, eps=EPS),
         'gspo': algorithms.gspo(low=GSPO, high=GSPO),
         'gspo_token': algorithms.gspo_token(low=GSPO, high=GSPO),

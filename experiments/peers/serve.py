@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 PAD, BOS, EOS = 0, 1, 2  # ids of every vocabulary here
+# Arguments of the objectives, which every side gives under its own names: clip ranges of tokens and
+# of answers, CISPO's cap.
+EPS, HIGH, GSPO, CAP = 0.2, 0.28, 3e-4, 5.0
 Run = Callable[[], Mapping[str, Any]]
 
 

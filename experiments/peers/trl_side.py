@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset
-from serve import Run, reward, serve
+from serve import CAP, EPS, GSPO, HIGH, Run, reward, serve
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from trl import GRPOConfig, GRPOTrainer
@@ -19,11 +19,10 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
-EPS, GSPO, CAP = 0.2, 3e-4, 5.0
 # TRL's own arguments for the objectives of `ours.losses`; everything else is its default.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     'grpo': dict(loss_type='grpo', epsilon=EPS),
-    'dapo': dict(loss_type='dapo', epsilon=EPS, epsilon_high=0.28),
+    'dapo': dict(loss_type='dapo', epsilon=EPS, epsilon_high=HIGH),
     'dr_grpo': dict(loss_type='dr_grpo', epsilon=EPS),
     'gspo': dict(loss_type='grpo', importance_sampling_level='sequence', epsilon=GSPO),
     'sapo': dict(loss_type='sapo'),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from serve import EOS, PAD, Run, reward, serve
+from serve import EOS, EPS, GSPO, PAD, Run, reward, serve
 from tunix.generate import sampler as sampler_lib
 from tunix.models.qwen3 import model as qwen3
 from tunix.models.qwen3 import params as qwen3_params
@@ -25,7 +25,6 @@ from tunix.rl import algo_core, common, rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout import base_rollout
 
-EPS, GSPO = 0.2, 3e-4
 # Tunix's own arguments for the objectives of `ours.losses`.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     'grpo': dict(loss_algo='grpo', epsilon=EPS),

@@ -116,7 +116,7 @@ def refreshed(
     record['source'], stored = store.source_hash(), kept.made(key)
     if stored is not None and stored['lowered'] == text:
         kept.keep(key, stored | measure.inputs_of(program))
-        record.pop('counted')  # loops and rows may be others
+        record.pop('counted', None)  # loops and rows may be others
         return recounted(record, key, hardware.chip_of(topology), kept)
     kept.put(key, record)
     return record

@@ -201,7 +201,7 @@ class EngineConfig:
         of two.
       gather: gather the parts of weights that the mesh axes of rows hold (fsdp) once for each call
         of `steps` tokens, not for each token; a device then holds its share of the whole weights
-        during the call, beside its part. Where there is no such axis it changes nothing.
+        during the call, beside its part. A run whose mesh has no such axis refuses it.
       chunk: observation tokens fed at once.
       workers: environment calls under way at once.
       time_limit: seconds that one of them may take.
