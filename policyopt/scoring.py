@@ -2,7 +2,7 @@
 
 `score` runs the model once, picks out the positions where `mask` is nonzero and computes
 log-softmax over them chunk by chunk (`scoring_kernels`). An array of logits has about
-`scoring_kernels.FULL_ELEMENTS` (2^25; on TPU 2^27) elements at most on each device, 128 MiB in
+`scoring_kernels.full_elements` (2^25; on TPU 2^27) elements at most on each device, 128 MiB in
 float32, or chunk x V where `chunk` is given: a batch whose B x T x V is below that is one chunk, a
 larger one never has a [B,T,V] array.
 
@@ -28,13 +28,13 @@ import numpy as np
 
 from policyopt import masked, sharding
 from policyopt.scoring_kernels import (
-    FULL_ELEMENTS,
     SUPPORT_ELEMENTS,
     TPU_FACTOR,
     Rows,
     Static,
     check_temperature,
     chunk_size,
+    full_elements,
     score_rows,
     support_logp_entropy,
     token_logp_entropy,
@@ -194,9 +194,10 @@ def tokens_at_once(
     """
     if chunk is None:
         vocab, width = head
-        per, budget = (vocab, FULL_ELEMENTS) if kept is None else (kept * width, SUPPORT_ELEMENTS)
-        if sharding.platform() == 'tpu':
-            budget *= TPU_FACTOR
+        per, budget = vocab, full_elements(vocab)
+        if kept is not None:
+            tpu = sharding.platform() == 'tpu'
+            per, budget = kept * width, SUPPORT_ELEMENTS * (TPU_FACTOR if tpu else 1)
         return chunk_size(None, per, budget) * sharding.batch_shards(rules)
     return chunk_size(chunk, 1, 1)
 

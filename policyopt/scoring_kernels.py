@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from policyopt import masked
+from policyopt import masked, sharding
 from policyopt.types import Array
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -35,6 +35,9 @@ SUPPORT_ELEMENTS = 2**21
 # So much more on a TPU: each chunk reads the head and writes its gradient, and with few tokens that
 # would take longer than the products.
 TPU_FACTOR = 4
+# On CPU not more than either: there 256 tokens are enough, smaller arrays stay in the cache, and of
+# the last chunk less is padding.
+CPU_ELEMENTS, CPU_TOKENS = 2**22, 256
 
 
 class Static(NamedTuple):
@@ -86,7 +89,7 @@ def token_logp_entropy(
       head: [V,D] float. Its gradient is accumulated in float32 whatever its dtype.
       tokens: [N] int, the tokens taken.
       temperature: scalar or [N], > 0. An array: another value compiles nothing. No gradient.
-      chunk: tokens per chunk; None takes about 128 MiB of logits. Changes memory and speed only.
+      chunk: tokens per chunk; None takes up to 128 MiB of logits. Changes memory and speed only.
       entropy: False returns None for the entropy and does not compute it.
       allowed: [V] bool, tokens that may be drawn; the others have probability 0.
       active: [N] bool, tokens to score. Elsewhere results and gradients are 0, whatever stands
@@ -104,7 +107,7 @@ def token_logp_entropy(
     chex.assert_equal_shape_prefix([hidden, tokens], 1)
     vocab = head.shape[0]
     rows = _flat_rows(
-        hidden, tokens, temperature, active, None, chunk_size(chunk, vocab, FULL_ELEMENTS)
+        hidden, tokens, temperature, active, None, chunk_size(chunk, vocab, full_elements(vocab))
     )
     return _unflatten(
         score_rows(Static(entropy, precision), rows, head, allowed), tokens.shape[0], entropy
@@ -175,6 +178,15 @@ def chunk_size(chunk: int | None, per_token: int, budget: int) -> int:
     if chunk < 1:
         raise ValueError(f'chunk={chunk}: tokens per chunk must be >= 1, or None to choose.')
     return chunk
+
+
+def full_elements(vocab: int) -> int:
+    """Elements that one chunk of logits [R,V] may have, by the platform of what is being traced."""
+    if sharding.platform() == 'tpu':
+        return FULL_ELEMENTS * TPU_FACTOR
+    if sharding.platform() == 'cpu':
+        return min(FULL_ELEMENTS, max(CPU_ELEMENTS, CPU_TOKENS * vocab))
+    return FULL_ELEMENTS
 
 
 def score_rows(

@@ -141,7 +141,6 @@ def test_long_sequences_are_looped_over(monkeypatch):
     # Small thresholds put every path of a long sequence into a short one.
     monkeypatch.setattr(attention_lib, 'ROWS', 8)
     monkeypatch.setattr(attention_lib, 'BLOCKS', 2)
-    monkeypatch.setattr(attention_lib, 'SAVED', 16)
     monkeypatch.setattr(attention_lib, 'LOOPED', 24)
     q, k, v = single(*inputs(LENGTH))
 

@@ -196,7 +196,7 @@ def mixture(folder: Path, top_k: int) -> Run:
     return run
 
 
-def minibatch(algorithm: po.Algorithm, rollout: po.Rollout) -> po.TokenBatch:
+def minibatch(advantages: Any, rollout: po.Rollout) -> po.TokenBatch:
     """All rows of a rollout with rewards."""
     return po.TokenBatch(
         tokens=rollout.tokens,
@@ -204,7 +204,7 @@ def minibatch(algorithm: po.Algorithm, rollout: po.Rollout) -> po.TokenBatch:
         length=rollout.length,
         group=rollout.group,
         logp_old=rollout.logp_behavior,
-        advantages=algorithm.advantages(rollout).advantages,
+        advantages=advantages(rollout).advantages,
     )
 
 
@@ -215,7 +215,7 @@ def rl_step(folder: Path, group: int, tokens: int) -> Run:
     model, params = models.load(folder)
     algorithm = algorithms.grpo(eps=EPS, beta=0.0)
     trainer = learner.make_learner(model, algorithm, optax.adamw(1e-6))
-    state = [trainer.init(params, jax.random.key(1))]
+    state, advantages = [trainer.init(params, jax.random.key(1))], jax.jit(algorithm.advantages)
     config = SamplingConfig(max_new_tokens=tokens)
     width, steps = len(asked[0]), itertools.count()
 
@@ -230,7 +230,7 @@ def rl_step(folder: Path, group: int, tokens: int) -> Run:
         ]
         rewards = np.array([reward(a, b) for a, b in zip(asked, answers, strict=True)], np.float32)
         groups = np.repeat(np.arange(len(asked) // group, dtype=np.int32), group)
-        batch = minibatch(algorithm, dataclasses.replace(drawn, rewards=rewards, group=groups))
+        batch = minibatch(advantages, dataclasses.replace(drawn, rewards=rewards, group=groups))
         state[0], metrics, _ = trainer.update(state[0], batch)
         return {'reward': float(rewards.mean()), 'objective': float(metrics['loss'].value)}
 
@@ -243,14 +243,14 @@ def language_step(folder: Path, rows: int, tokens: int) -> Run:
     prompts = np.load(folder / 'rows.npz')['prompt'][:rows]
     algorithm = algorithms.grpo(eps=EPS, beta=0.0)
     trainer = learner.make_learner(model, algorithm, optax.adamw(1e-6), microbatches=4)
-    state = [trainer.init(params, jax.random.key(1))]
+    state, advantages = [trainer.init(params, jax.random.key(1))], jax.jit(algorithm.advantages)
     groups = np.repeat(np.arange(rows // 4, dtype=np.int32), 4)
     rewards = np.random.default_rng(0).standard_normal(rows).astype(np.float32)
     config = SamplingConfig(max_new_tokens=tokens, eos_id=-1)
 
     def run() -> dict[str, float]:
         drawn = sample(model, state[0].params, prompts, jax.random.key(2), config)
-        batch = minibatch(algorithm, dataclasses.replace(drawn, rewards=rewards, group=groups))
+        batch = minibatch(advantages, dataclasses.replace(drawn, rewards=rewards, group=groups))
         state[0], metrics, _ = trainer.update(state[0], batch)
         return {'objective': float(metrics['loss'].value)}
 

@@ -26,9 +26,8 @@ from policyopt.models.config import ATTENTION
 from policyopt.sharding import DEFAULT_RULES, Rules, mesh_spec
 from policyopt.types import Array
 
-ROWS = 64  # a query block of 'blocked' is a multiple of this
+ROWS = 128  # a query block of 'blocked' is a multiple of this
 BLOCKS = 8  # and there are at most this many, of different widths, for compile time's sake
-SAVED = 512  # up to this many queries the backward pass keeps the probabilities
 LOOPED = 256  # a wider block is a loop over this many queries at a time
 LANES = 128  # splash works on multiples of this
 
@@ -165,17 +164,17 @@ def _blocked(q, k, v, valid, segments, offset, precision):
     for start in range(0, length, span):
         count = min(span, length - start)
         seen = size if offset is not None else start + count
-        if length <= SAVED:
-            out.append(block(start, count, seen))
-        else:
-            out.extend(_loop(block, start, count, seen))
+        out.extend(_loop(block, start, count, seen))
     joined = jnp.concatenate(out, axis=2) if len(out) > 1 else out[0]
     joined = joined.reshape(rows, groups, length, per, width).transpose(0, 2, 1, 3, 4)
     return joined.reshape(rows, length, heads, width)
 
 
 def _loop(block: Any, start: int, count: int, seen: int) -> list[Array]:
-    """A wide block, LOOPED queries at a time, each computed again in the backward pass."""
+    """A block, LOOPED queries at a time; the backward pass keeps no scores and computes them again.
+
+    That takes as long as to write them and read them back.
+    """
     whole, rest = divmod(count, LOOPED)
     out = []
     if whole:

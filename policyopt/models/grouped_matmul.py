@@ -23,7 +23,8 @@ from policyopt import sharding
 from policyopt.types import Array
 
 BACKENDS = ('blocked', 'ragged')
-MIN_BLOCK, MAX_BLOCK = 8, 128
+MIN_BLOCK, MAX_BLOCK = 8, 64
+WIDE = 4  # times as many rows has a block where an expert fills it
 PACKED_LIMIT = 2**31  # key and entry number sort as one int32 below this, 4 to 10 times faster
 
 
@@ -47,7 +48,7 @@ def default_backend() -> str:
 
 
 def block_rows(entries: int, experts: int) -> int:
-    """Rows per block: a power of two from 8 to 128, no more than the mean group size rounded up."""
+    """Rows per block: a power of two from 8 to 64, no more than the mean group size rounded up."""
     mean = max(entries // max(experts, 1), 1)
     return min(max(1 << (mean - 1).bit_length(), MIN_BLOCK), MAX_BLOCK)
 
@@ -124,28 +125,41 @@ def _zeros(shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(jnp.zeros(shape, dtype), axes, to='varying')
 
 
-def _over_blocks(sizes: Array, block: int, enter, body, leave, carry):
+def _over_blocks(layout: Layout, block: int, enter, body, leave, carry):
     """Fold `body` over the blocks of rows of every expert that has rows, in order of rows.
 
-    enter(expert) -> state; body(expert's constants, first row, rows left, state, carry) -> state,
-    carry; leave(expert, state, carry) -> carry.
+    enter(expert) -> state; body(rows of a block, expert's constants, first row, rows left, state,
+    carry) -> state, carry; leave(expert, state, carry) -> carry. Where groups are large, blocks
+    have WIDE * block rows while these are there, which costs less a row, and then `block`, of which
+    less is left empty.
     """
+    sizes = layout.sizes
     first = jnp.cumsum(sizes) - sizes
     used = jnp.nonzero(sizes, size=sizes.shape[0], fill_value=0)[0]
 
     def per_expert(i, carry):
         expert = used[i]
         constants, state = enter(expert)
+        start, left = first[expert], sizes[expert]
 
-        def per_block(b, inner):
-            return body(constants, first[expert] + b * block, sizes[expert] - b * block, *inner)
+        def blocks(rows, count, start, left, inner):
+            def one(b, inner):
+                return body(rows, constants, start + b * rows, left - b * rows, *inner)
 
-        state, carry = jax.lax.fori_loop(
-            0, (sizes[expert] + block - 1) // block, per_block, (state, carry)
-        )
+            return jax.lax.fori_loop(0, count, one, inner)
+
+        inner = state, carry
+        if block == MAX_BLOCK and layout.source.shape[0] >= WIDE * block:
+            full = left // (WIDE * block)
+            inner = blocks(WIDE * block, full, start, left, inner)
+            start, left = start + full * WIDE * block, left - full * WIDE * block
+        state, carry = blocks(block, (left + block - 1) // block, start, left, inner)
         return leave(expert, state, carry)
 
     return jax.lax.fori_loop(0, jnp.sum(sizes > 0), per_expert, carry)
+
+
+_update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
 
 
 def _hidden(rows, gate_up, low, precision):
@@ -182,7 +196,10 @@ def _block_tokens(source, start, left, block, k):
     return jnp.where((jnp.arange(block) < left) & (source >= 0), source // k, -1)
 
 
-def _blocked_forward(x, gate, up, down, weights, layout, adapters, block, axes, precision):
+def _blocked_forward(
+    x, gate, up, down, weights, layout, adapters, block, axes, precision, save=False
+):
+    """Result [N,D]; with `save` also the pre-activations [S,F] of gate and up, else ()."""
     k = weights.shape[1]
     slot_weights = _rows(weights.reshape(-1, 1), layout.source)
 
@@ -190,50 +207,58 @@ def _blocked_forward(x, gate, up, down, weights, layout, adapters, block, axes, 
         low = jax.tree.map(lambda w: w[expert], adapters)
         return (_side_by_side(gate[expert], up[expert], down[expert]), low), ()
 
-    def body(constants, start, left, state, out):
+    def body(block, constants, start, left, state, carry):
         w, low = constants
         rows = _rows(x, _block_tokens(layout.source, start, left, block, k))
-        g, u = _hidden(rows, w[0], low, precision)
+        g, u = hidden = _hidden(rows, w[0], low, precision)
         inner = (jax.nn.silu(g) * u).astype(x.dtype)
         y = _plus(_dot(inner, w[1], (1, 0), precision), inner, low, 'down', precision)
         y = y * jax.lax.dynamic_slice_in_dim(slot_weights, start, block)
         # Rows past the expert's are the next one's, which comes later and writes its own.
-        return state, jax.lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), start, 0)
+        new = (y, *hidden) if save else (y,)
+        return state, tuple(
+            _update(o, n.astype(o.dtype), start) for o, n in zip(carry, new, strict=True)
+        )
 
-    out = _zeros((layout.source.shape[0], x.shape[1]), weights.dtype, axes)
-    out = _over_blocks(layout.sizes, block, enter, body, lambda e, s, c: c, out)
-    return _sum_rows(out, layout.row.reshape(-1, k))
+    widths = (x.shape[1], *(gate.shape[2],) * 2) if save else (x.shape[1],)
+    carry = tuple(_zeros((layout.source.shape[0], n), weights.dtype, axes) for n in widths)
+    out, *hidden = _over_blocks(layout, block, enter, body, lambda e, s, c: c, carry)
+    return _sum_rows(out, layout.row.reshape(-1, k)), tuple(hidden)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
 def _blocked(x, gate, up, down, weights, layout, adapters, block, axes, precision):
-    return _blocked_forward(x, gate, up, down, weights, layout, adapters, block, axes, precision)
+    operands = x, gate, up, down, weights, layout, adapters
+    return _blocked_forward(*operands, block, axes, precision)[0]
 
 
 def _blocked_save(x, gate, up, down, weights, layout, adapters, block, axes, precision):
-    y = _blocked_forward(x, gate, up, down, weights, layout, adapters, block, axes, precision)
-    return y, (x, gate, up, down, weights, layout, adapters)
+    operands = x, gate, up, down, weights, layout, adapters
+    y, hidden = _blocked_forward(*operands, block, axes, precision, save=True)
+    return y, (operands, hidden)
 
 
 def _blocked_backward(block, axes, precision, saved, dy):
-    x, gate, up, down, weights, layout, adapters = saved
+    (x, gate, up, down, weights, layout, adapters), hidden = saved
     k = weights.shape[1]
     slot_weights = _rows(weights.reshape(-1, 1), layout.source)
     wide = weights.dtype
-    update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
 
     def enter(expert):
         w = _side_by_side(gate[expert], up[expert], down[expert])
         low = jax.tree.map(lambda w: w[expert], adapters)
         return (w, low), jax.tree.map(lambda x: _zeros(x.shape, wide, axes), low or w)
 
-    def body(constants, start, left, state, carry):
+    def body(block, constants, start, left, state, carry):
         w, low = constants
         grads, dx, dweights = carry
         token = _block_tokens(layout.source, start, left, block, k)
         rows, dout = _rows(x, token), _rows(dy, token).astype(x.dtype)
         scale = jax.lax.dynamic_slice_in_dim(slot_weights, start, block)
-        g, u = _hidden(rows, w[0], low, precision)
+        g, u = (
+            jnp.where((token >= 0)[:, None], jax.lax.dynamic_slice_in_dim(h, start, block), 0)
+            for h in hidden
+        )
         gated, silu_vjp = jax.vjp(jax.nn.silu, g)
         inner = gated * u
         scaled = (inner * scale).astype(x.dtype)
@@ -243,7 +268,7 @@ def _blocked_backward(block, axes, precision, saved, dy):
             # `scaled` has the slot's weight in it; the rows' gradient gets it below.
             found['down'], more = _low_backward(scaled, low, 'down', dout, precision)
             dinner = dinner + more
-        dweights = update(dweights, jnp.sum(inner * dinner, -1, keepdims=True), start)
+        dweights = _update(dweights, jnp.sum(inner * dinner, -1, keepdims=True), start)
         dinner = dinner * scale
         dgu = jnp.concatenate([silu_vjp(dinner * u)[0], dinner * gated], axis=1).astype(x.dtype)
         drows = _dot(dgu, w[0], (1, 1), precision)
@@ -255,7 +280,7 @@ def _blocked_backward(block, axes, precision, saved, dy):
                 found[name], more = _low_backward(rows, low, name, part, precision)
                 drows = drows + more
         state = jax.tree.map(jnp.add, state, found)
-        return state, (grads, update(dx, drows.astype(dx.dtype), start), dweights)
+        return state, (grads, _update(dx, drows.astype(dx.dtype), start), dweights)
 
     def leave(expert, state, carry):
         new = state if adapters else (*jnp.split(state[0], 2, axis=1), state[1])
@@ -271,7 +296,7 @@ def _blocked_backward(block, axes, precision, saved, dy):
         _zeros((size, x.shape[1]), wide, axes),
         _zeros((size, 1), wide, axes),
     )
-    grads, dx, dweights = _over_blocks(layout.sizes, block, enter, body, leave, carry)
+    grads, dx, dweights = _over_blocks(layout, block, enter, body, leave, carry)
     dx = _sum_rows(dx, layout.row.reshape(-1, k)).astype(x.dtype)
     dweights = _rows(dweights, layout.row).reshape(weights.shape)
     if adapters:
@@ -332,8 +357,7 @@ def grouped_swiglu(
       adapters: low-rank additions by projection (gate, up, down): a [E,in,r] and b [E,r,out] in x's
         dtype add (rows @ a) @ b. With them gate, up and down are constants, without a gradient.
 
-    'blocked' keeps no [N*k,F] array: the backward pass computes the hidden layer again, block by
-    block, so that forward and backward do the work of 11 matmuls where a plain layer has 9.
+    For the backward pass 'blocked' keeps two [N*k,F] arrays, the pre-activations of gate and up.
     """
     chex.assert_rank([x, gate, up, down, ids, weights], [2, 3, 3, 3, 2, 2])
     chex.assert_equal_shape([ids, weights])
