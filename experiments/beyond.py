@@ -48,10 +48,4 @@ BEYOND = (
         '-',
     ),
     Beyond('RL on a small model matches distillation from a larger one.', '2506.10910', '-', '-'),
-    Beyond(
-        'Partial rewards, an entropy bonus and a KL in the loss gain nothing over clip-higher.',
-        '2506.10910',
-        '-',
-        '-',
-    ),
 )

@@ -1,11 +1,13 @@
-"""Algorithms that differ from named ones in one part, for arms."""
+"""Algorithms and rewards that differ from named ones in one part, for arms."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.claims.reward_scale import digits
 from policyopt import advantages, checks, losses
+from policyopt.rewards import Reward, Verdict
 from policyopt.types import Algorithm, identity
 
 NORMALISED = ('group', 'minibatch', 'none')
@@ -39,3 +41,32 @@ def unclipped(gates: Sequence[Any] = ()) -> Algorithm:
             gates=gates,
         ),
     )
+
+
+def clip_higher(
+    low: float = 0.2, high: float = 0.28, bonus: float = 0.0, beta: float = 0.0
+) -> Algorithm:
+    """GRPO with DAPO's clip; with a bonus for entropy, and beta times k3 to the reference."""
+    penalties = [losses.entropy(bonus)] * bool(bonus)
+    penalties += [losses.kl_to_reference(beta)] * bool(beta)
+    return Algorithm(
+        advantages=advantages.group_zscore(),
+        loss=losses.policy_loss(
+            ratio=losses.token_ratio(),
+            surrogate=losses.clipped(low, high),
+            aggregate=losses.sequence_mean(),
+            penalties=penalties,
+        ),
+    )
+
+
+def share_of_digits(wrong: float = 0.0) -> Reward:
+    """From `wrong` to 1 by the share of the right answer's digits that are in their place."""
+
+    def reward(answer: str, tokens: Sequence[int], example: Mapping[str, Any]) -> Verdict:
+        del tokens
+        share = digits(answer.strip(), example['answer'])
+        value = wrong + (1 - wrong) * share
+        return Verdict(value, 'right' if share == 1 else 'wrong', right=share == 1)
+
+    return reward
