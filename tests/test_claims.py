@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from experiments import arms, curves, learning, policies, run, sources
+from experiments import arms, curves, learning, policies, run, sources, variants
 from experiments import claim as claim_lib
 from experiments.claims import (
     clip_band,
@@ -172,6 +172,10 @@ def test_digits_in_their_place():
     assert reward_scale.digits('32', '132') == pytest.approx(2 / 3)
     assert reward_scale.digits('1132', '132') == pytest.approx(3 / 4)
     assert reward_scale.digits('', '7') == 0
+    reward = variants.share_of_digits(wrong=-1.0)
+    part, whole = (reward(f'{said} ', (), {'answer': '132'}) for said in ('32', '132'))
+    assert part.value == pytest.approx(1 / 3) and not part.right
+    assert whole.value == 1 and whole.right
 
 
 def test_variances_of_ratios_over_tokens_and_answers():
@@ -299,8 +303,29 @@ def test_a_claim_is_measured_judged_and_drawn(name, shared):
     assert (shared / 'fast' / f'{name}.png').is_file()
 
 
+def test_additions_that_gain_nothing_something_or_who_knows():
+    claim = run.load('additions')
+    names = ['clip-higher', 'entropy bonus', 'KL in the loss', 'partial rewards']
+
+    def curve(gain):
+        steps, accuracy = list(range(0, 90, 10)), [0.2] + [0.3 + gain] * 8
+        return dict(step=steps, accuracy=accuracy, entropy=[0.5] * 8)
+
+    for mean, noise, word in (
+        (0.0, 0.001, 'reproduced'),
+        (0.05, 0.001, 'not reproduced'),
+        (0.0, 0.1, 'inconclusive'),
+    ):
+        seeds = [{n: curve(0.0) for n in names} for _ in range(5)]
+        for seed, wave in zip(seeds, (-1.4, -0.7, 0, 0.7, 1.4), strict=True):
+            seed[names[1]] = curve(mean + noise * wave)
+        verdict = claim.judge(seeds)
+        assert verdict.word == word
+        assert verdict.value == pytest.approx(mean, abs=1e-9)
+
+
 @pytest.mark.parametrize('name, arms_of', [('tau', None), ('minibatches', (1, 2, 8, 16))])
-def test_claims_that_were_not_run_judge_and_draw_made_up_curves(name, arms_of):
+def test_claims_of_one_gain_judge_and_draw_made_up_curves(name, arms_of):
     from matplotlib.figure import Figure
 
     claim = run.load(name)

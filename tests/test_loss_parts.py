@@ -447,3 +447,18 @@ def test_the_diagonal_of_the_grid_has_the_gradients_of_grpo_and_gspo(seed):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-7)
     got = loss_and_grad(cells['US'], arrays)[1]
     np.testing.assert_allclose(got, expected / n, rtol=1e-4, atol=1e-7)
+
+
+def test_clip_higher_is_grpo_with_another_clip_and_a_bonus():
+    arrays = random_arrays(0, rows=16)
+    for beta in (0.0, 0.04):
+        got = loss_and_grad(variants.clip_higher(high=0.2, beta=beta), arrays)[:2]
+        expected = loss_and_grad(po.algorithms.grpo(eps=0.2, beta=beta), arrays)[:2]
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+    plain = loss_and_grad(variants.clip_higher(), arrays)[0]
+    bonus = loss_and_grad(variants.clip_higher(bonus=0.01), arrays)[0]
+    mask = arrays['mask'] != 0
+    n = mask.sum(1)
+    rows = np.where(mask, arrays['entropy'], 0).sum(1)[n > 0] / n[n > 0]
+    np.testing.assert_allclose(bonus - plain, -0.01 * rows.mean(), rtol=1e-4)

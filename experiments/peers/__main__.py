@@ -195,7 +195,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 held['processors'] = os.cpu_count()
                 save(RESULTS, held)
     if not given.fast:
-        Path('docs/performance.md').write_text(page.page(held))
+        RESULTS.with_suffix('.md').write_text(page.page(held))
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 0.4 * len(held['cells']) + 1.5), layout='constrained')
+        page.draw(figure, held['cells'])
+        figure.savefig(RESULTS.with_suffix('.png'), dpi=100)
 
 
 if __name__ == '__main__':

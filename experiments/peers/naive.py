@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,35 @@ def dense(folder: Path) -> Run:
     return run
 
 
-WORKS = dict(score=score, mixture=mixture, dense=dense)
+def products(folder: Path) -> Run:
+    """Matrix products of an update, forward and backward, of random numbers."""
+    c = json.loads((folder / 'config.json').read_text())
+    rows, answer = np.load(folder / 'rows.npz')['answer'].shape
+    prompt = np.load(folder / 'rows.npz')['prompt'].shape[1]
+    width, inner, head = c['hidden_size'], c['intermediate_size'], c['head_dim']
+    heads, groups = c['num_attention_heads'] * head, c['num_key_value_heads'] * head
+    out = (heads, groups, groups, inner, inner)
+    layer = [(width, n) for n in out] + [(heads, width), (inner, width)]
+    tokens = rows * (prompt + answer)
+    shapes = [(tokens, *shape) for shape in layer * c['num_hidden_layers']]
+    shapes.append((rows * answer, width, c['vocab_size']))
+    draw = np.random.default_rng(0).standard_normal
+    held = {
+        shape: [jnp.asarray(draw(size, np.float32)) for size in (shape[:2], shape[1:], shape[::2])]
+        for shape in set(shapes)
+    }
+    product = functools.partial(jnp.matmul, precision='highest')
+    step = jax.jit(lambda x, w, g: (product(x, w), product(g, w.T), product(x.T, g)))
+
+    def run() -> dict[str, float]:
+        for shape in shapes:
+            jax.block_until_ready(step(*held[shape]))
+        return {}
+
+    return run
+
+
+WORKS = dict(score=score, mixture=mixture, dense=dense, products=products)
 
 if __name__ == '__main__':
     serve(WORKS)
