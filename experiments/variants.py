@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.claims.reward_scale import digits
 from policyopt import advantages, checks, losses
 from policyopt.rewards import Reward, Verdict
 from policyopt.types import Algorithm, identity
@@ -60,8 +59,17 @@ def clip_higher(
     )
 
 
+def digits(answer: str, right: str) -> float:
+    """Share of the digits of the right answer that are in their place, from the last one.
+
+    Of an answer that is longer, the share of its own.
+    """
+    ends = zip(answer[::-1], right[::-1], strict=False)
+    return sum(a == b for a, b in ends) / max(len(answer), len(right))
+
+
 def share_of_digits(wrong: float = 0.0) -> Reward:
-    """From `wrong` to 1 by the share of the right answer's digits that are in their place."""
+    """From `wrong` to 1 by the share of `digits` in their place."""
 
     def reward(answer: str, tokens: Sequence[int], example: Mapping[str, Any]) -> Verdict:
         del tokens

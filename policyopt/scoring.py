@@ -1,10 +1,10 @@
 """Log-probs, entropy and values of the tokens that a policy chose.
 
 `score` runs the model once, picks out the positions where `mask` is nonzero and computes
-log-softmax over them chunk by chunk (`scoring_kernels`). An array of logits has about
-`scoring_kernels.full_elements` (2^25; on TPU 2^27) elements at most on each device, 128 MiB in
-float32, or chunk x V where `chunk` is given: a batch whose B x T x V is below that is one chunk, a
-larger one never has a [B,T,V] array.
+log-softmax over them chunk by chunk (`scoring_kernels`). An array of logits has 2^25 elements at
+most on each device, 128 MiB in float32 (2^27 on TPU; less on CPU, see `scoring_kernels.full_size`),
+or chunk x V where `chunk` is given: a batch whose B x T x V is below that is one chunk, a larger
+one never has a [B,T,V] array.
 
 Where the rollout recorded the kept token ids, only those rows of the head are read: no matmul over
 the vocabulary happens, and the log-prob is the one the sampler drew with. `check_support`,
@@ -28,15 +28,14 @@ import numpy as np
 
 from policyopt import masked, sharding
 from policyopt.scoring_kernels import (
-    SUPPORT_ELEMENTS,
-    TPU_FACTOR,
     Rows,
     Static,
     check_temperature,
     chunk_size,
-    full_elements,
+    full_size,
     score_rows,
     support_logp_entropy,
+    support_size,
     token_logp_entropy,
 )
 from policyopt.types import Array, Scores
@@ -194,11 +193,8 @@ def tokens_at_once(
     """
     if chunk is None:
         vocab, width = head
-        per, budget = vocab, full_elements(vocab)
-        if kept is not None:
-            tpu = sharding.platform() == 'tpu'
-            per, budget = kept * width, SUPPORT_ELEMENTS * (TPU_FACTOR if tpu else 1)
-        return chunk_size(None, per, budget) * sharding.batch_shards(rules)
+        size = full_size(vocab) if kept is None else support_size(kept, width)
+        return size * sharding.batch_shards(rules)
     return chunk_size(chunk, 1, 1)
 
 

@@ -35,8 +35,8 @@ SUPPORT_ELEMENTS = 2**21
 # So much more on a TPU: each chunk reads the head and writes its gradient, and with few tokens that
 # would take longer than the products.
 TPU_FACTOR = 4
-# On CPU not more than either: there 256 tokens are enough, smaller arrays stay in the cache, and of
-# the last chunk less is padding.
+# On CPU logits of so many tokens, or so many elements where that is more: they stay in the cache,
+# and of the last chunk less is padding.
 CPU_ELEMENTS, CPU_TOKENS = 2**22, 256
 
 
@@ -89,7 +89,8 @@ def token_logp_entropy(
       head: [V,D] float. Its gradient is accumulated in float32 whatever its dtype.
       tokens: [N] int, the tokens taken.
       temperature: scalar or [N], > 0. An array: another value compiles nothing. No gradient.
-      chunk: tokens per chunk; None takes up to 128 MiB of logits. Changes memory and speed only.
+      chunk: tokens per chunk; None chooses by platform (`full_size`): up to 128 MiB of logits,
+        512 on TPU. Changes memory and speed only.
       entropy: False returns None for the entropy and does not compute it.
       allowed: [V] bool, tokens that may be drawn; the others have probability 0.
       active: [N] bool, tokens to score. Elsewhere results and gradients are 0, whatever stands
@@ -106,9 +107,8 @@ def token_logp_entropy(
     chex.assert_rank([hidden, head, tokens], [2, 2, 1])
     chex.assert_equal_shape_prefix([hidden, tokens], 1)
     vocab = head.shape[0]
-    rows = _flat_rows(
-        hidden, tokens, temperature, active, None, chunk_size(chunk, vocab, full_elements(vocab))
-    )
+    size = full_size(vocab) if chunk is None else chunk_size(chunk, 1, 1)
+    rows = _flat_rows(hidden, tokens, temperature, active, None, size)
     return _unflatten(
         score_rows(Static(entropy, precision), rows, head, allowed), tokens.shape[0], entropy
     )
@@ -136,7 +136,7 @@ def support_logp_entropy(
     Args:
       hidden, head, tokens, temperature, entropy, active, precision: as `token_logp_entropy`.
       support: [N,K] int, distinct kept ids, -1 pads anywhere.
-      chunk: tokens per chunk; None takes about 8 MiB of gathered head rows.
+      chunk: tokens per chunk; None takes about 8 MiB of gathered head rows, 32 on TPU.
 
     Returns:
       (logp [N], entropy [N] or None). NaN where the taken token is not in its support, an id is
@@ -148,7 +148,8 @@ def support_logp_entropy(
     """
     chex.assert_rank([hidden, head, tokens, support], [2, 2, 1, 2])
     chex.assert_equal_shape_prefix([hidden, tokens, support], 1)
-    size = chunk_size(chunk, support.shape[1] * head.shape[1], SUPPORT_ELEMENTS)
+    kept = support.shape[1], head.shape[1]
+    size = support_size(*kept) if chunk is None else chunk_size(chunk, 1, 1)
     rows = _flat_rows(hidden, tokens, temperature, active, support, size)
     return _unflatten(score_rows(Static(entropy, precision), rows, head), tokens.shape[0], entropy)
 
@@ -180,13 +181,20 @@ def chunk_size(chunk: int | None, per_token: int, budget: int) -> int:
     return chunk
 
 
-def full_elements(vocab: int) -> int:
-    """Elements that one chunk of logits [R,V] may have, by the platform of what is being traced."""
+def full_size(vocab: int) -> int:
+    """Tokens of a chunk of logits [R,V], by the platform of what is being traced."""
+    budget = FULL_ELEMENTS
     if sharding.platform() == 'tpu':
-        return FULL_ELEMENTS * TPU_FACTOR
-    if sharding.platform() == 'cpu':
-        return min(FULL_ELEMENTS, max(CPU_ELEMENTS, CPU_TOKENS * vocab))
-    return FULL_ELEMENTS
+        budget *= TPU_FACTOR
+    elif sharding.platform() == 'cpu':
+        budget = min(budget, max(CPU_ELEMENTS, CPU_TOKENS * vocab))
+    return chunk_size(None, vocab, budget)
+
+
+def support_size(kept: int, width: int) -> int:
+    """Tokens of a chunk of gathered head rows [R,K,D], likewise."""
+    budget = SUPPORT_ELEMENTS * (TPU_FACTOR if sharding.platform() == 'tpu' else 1)
+    return chunk_size(None, kept * width, budget)
 
 
 def score_rows(

@@ -158,6 +158,22 @@ def test_long_sequences_are_looped_over(monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_layers_keep_no_scores_for_the_backward_pass():
+    rows, length, heads, width, layers = 2, 256, 4, 8, 6
+    weights = jnp.ones((layers, width))
+    x = jax.ShapeDtypeStruct((rows, length, heads, width), jnp.float32)
+
+    def loss(x):
+        def layer(x, w):
+            return x + attention(x * w, x, x, backend='blocked'), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    compiled = jax.jit(jax.grad(loss)).lower(x).compile()
+    kept = layers * rows * heads * length * length * 3 // 4 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < kept
+
+
 def test_no_score_matrix_of_a_long_sequence():
     length = 4096
     shape = jax.ShapeDtypeStruct((1, length, 2, 4), jnp.float32)

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from experiments.peers import cells as cells_lib
 from experiments.peers import inputs, naive, ours, page, serve
@@ -41,6 +42,40 @@ def test_a_dense_layer_has_the_parameters_that_a_token_meets(tmp_path):
     mixture, dense = np.load(tmp_path / 'moe.npz'), np.load(tmp_path / 'dense.npz')
     for name in ('gate', 'up', 'down'):
         assert dense[name].size == 8 * mixture[name][0].size
+
+
+def test_products_are_those_of_projections_layers_and_head(tmp_path):
+    config = inputs.dense(160, 2, 64, 96)
+    found = inputs.rows_of(160, 4, 8, 8, ragged=False)
+    tmp_path.joinpath('config.json').write_text(
+        json.dumps(
+            dict(
+                hidden_size=64,
+                intermediate_size=96,
+                head_dim=config.head_dim,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+                num_hidden_layers=2,
+                vocab_size=160,
+            )
+        )
+    )
+    np.savez(tmp_path / 'rows.npz', **found)
+    layer = 2 * 64 * 32 * (8 + 4) + 3 * 64 * 96  # q and o, k and v; gate, up, down
+    assert naive.products(tmp_path)() == {'operations': 6 * (64 * 2 * layer + 32 * 64 * 160)}
+
+
+def test_the_figure_has_a_range_and_an_aim_for_each_side():
+    side = dict(first=9.0, again=3.0, memory=512.0, found={})
+    found = {
+        'policyopt': side | {'seconds': [1.0, 2.0, 1.0]},
+        'trl': side | {'seconds': [2.0, 3.0, 1.0]},
+        'tunix': {'failed': 'tunix ended: no memory'},
+    }
+    figure = Figure()
+    page.draw(figure, {'update-8192': found})
+    lines = [line.get_xdata() for line in figure.axes[0].lines]
+    assert [np.ravel(x).tolist() for x in lines] == [[1.0, 2.0], [1.5], [1.5], [1, 1]]
 
 
 def test_lengths_have_the_mean_and_the_longest_that_were_asked():

@@ -47,7 +47,8 @@ def judge(seeds: list[Any]) -> Verdict:
         f'{seeds[0][ALONE]["step"][-1]} steps: {said}; a gain of {NEEDED:.0%} counts, and the '
         f'claim is that there is none. Accuracy: {each}. Clip .2 and .28; a bonus of .01 for each '
         'nat; k3 to the policy at the start times .04, as GRPO has it; a partial reward is the '
-        'share of digits in their place. One coefficient each: what others would do is not known.',
+        'share of digits in their place. Which gain is the largest was seen afterwards, and what '
+        'other coefficients would do is not known.',
     )
 
 

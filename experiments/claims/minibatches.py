@@ -38,6 +38,7 @@ def measure(place: Place) -> dict[str, Any]:
 def judge(seeds: list[Any]) -> Verdict:
     few, many = '2', str(learning.MINIBATCHES)
     value, ends = interval(curves.areas(seeds, few) - curves.areas(seeds, many))
+    late, (low, high) = interval(curves.last(seeds, few, 2) - curves.last(seeds, many, 2))
     parts = ', '.join(
         f'{name} {curves.areas(seeds, name).mean():.1%} (at the end '
         f'{curves.last(seeds, name, 2).mean():.1%}, variance of log-ratios '
@@ -52,8 +53,10 @@ def judge(seeds: list[Any]) -> Verdict:
         ends,
         f'Held-out accuracy of GRPO, mean over {learning.STEPS * learning.MINIBATCHES} updates of '
         f'{PROMPTS} problems with 8 answers each, by minibatches of a rollout: {parts}. Tokens and '
-        f'updates are equal; answers are drawn more rarely the more minibatches there are. What '
-        f'counts is a loss of {NEEDED:.0%}.',
+        f'updates are equal; answers are drawn more rarely the more minibatches there are, and 16 '
+        f'are measured half as often. At the end the loss by {many} against {few} is {late:+.1%} '
+        f'[{low:+.1%}, {high:+.1%}]: what more minibatches gain, they gain early, where few of '
+        f'them fall below the start. What counts is a loss of {NEEDED:.0%}.',
     )
 
 

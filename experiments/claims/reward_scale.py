@@ -21,6 +21,7 @@ from experiments.claim import (
     tidy,
     together,
 )
+from experiments.variants import digits
 from policyopt import advantages, recipe, rollout, sharding, types
 from policyopt.drawing import answers_of
 
@@ -35,12 +36,6 @@ SCALE = 100.0
 SPARSE = 6  # right answers of which one is rewarded
 PROMPTS, MINIBATCHES, RATE = 32, 4, 1e-4  # of 8 answers each
 MOVED = np.log10(1.1)  # what counts as moved: a tenth
-
-
-def digits(answer: str, right: str) -> float:
-    """Share of the digits of the right answer that are in their place, from the last one."""
-    ends = zip(answer[::-1], right[::-1], strict=False)
-    return sum(a == b for a, b in ends) / max(len(answer), len(right))
 
 
 def rewards(kind: str, batch: Any, tokenizer: Any, seed: int) -> np.ndarray:

@@ -13,6 +13,8 @@ import numpy as np
 
 from experiments.peers.serve import Run, serve
 
+PARTS = 4  # of the head
+
 
 def score(folder: Path, support: bool) -> Run:
     """Log-softmax of all logits, or of the support's after all logits."""
@@ -85,27 +87,30 @@ def dense(folder: Path) -> Run:
 def products(folder: Path) -> Run:
     """Matrix products of an update, forward and backward, of random numbers."""
     c = json.loads((folder / 'config.json').read_text())
-    rows, answer = np.load(folder / 'rows.npz')['answer'].shape
-    prompt = np.load(folder / 'rows.npz')['prompt'].shape[1]
+    held = np.load(folder / 'rows.npz')
+    rows, answer = held['answer'].shape
+    tokens, scored = rows * (held['prompt'].shape[1] + answer), rows * answer
     width, inner, head = c['hidden_size'], c['intermediate_size'], c['head_dim']
     heads, groups = c['num_attention_heads'] * head, c['num_key_value_heads'] * head
-    out = (heads, groups, groups, inner, inner)
-    layer = [(width, n) for n in out] + [(heads, width), (inner, width)]
-    tokens = rows * (prompt + answer)
+    out = heads, groups, groups, inner, inner
+    layer = [*((width, n) for n in out), (heads, width), (inner, width)]
     shapes = [(tokens, *shape) for shape in layer * c['num_hidden_layers']]
-    shapes.append((rows * answer, width, c['vocab_size']))
-    draw = np.random.default_rng(0).standard_normal
-    held = {
-        shape: [jnp.asarray(draw(size, np.float32)) for size in (shape[:2], shape[1:], shape[::2])]
-        for shape in set(shapes)
-    }
+    # The head in parts, so that no array of all logits is written.
+    shapes += [(len(part), width, c['vocab_size']) for part in np.split(np.arange(scored), PARTS)]
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    operands = [(draw(n, a), draw(a, b), draw(n, b)) for n, a, b in shapes]
     product = functools.partial(jnp.matmul, precision='highest')
     step = jax.jit(lambda x, w, g: (product(x, w), product(g, w.T), product(x.T, g)))
+    operations = sum(6 * n * a * b for n, a, b in shapes)
 
     def run() -> dict[str, float]:
-        for shape in shapes:
-            jax.block_until_ready(step(*held[shape]))
-        return {}
+        for arrays in operands:
+            jax.block_until_ready(step(*arrays))
+        return {'operations': operations}
 
     return run
 

@@ -71,8 +71,8 @@ class ModelConfig:
       param_dtype: of parameters.
       precision: of every matmul but the experts' (`moe.precision`); 'highest' is float32 proper
         where the hardware would round its inputs.
-      remat: 'none' keeps every activation but those of norms and gating, 'dots' keeps the results
-        of matmuls with weights, 'full' keeps layer inputs.
+      remat: 'none' keeps every activation but those of norms, gating and attention's scores, 'dots'
+        keeps the results of matmuls with weights, 'full' keeps layer inputs.
       attention: backend by name; 'auto' is chosen by platform.
       bos_id, pad_id: special tokens, kept with the checkpoint; None where it names none.
       eos_ids: every id that ends a text, likewise; () where the checkpoint names none.

@@ -207,13 +207,13 @@ def _blocked_forward(
         low = jax.tree.map(lambda w: w[expert], adapters)
         return (_side_by_side(gate[expert], up[expert], down[expert]), low), ()
 
-    def body(block, constants, start, left, state, carry):
+    def body(size, constants, start, left, state, carry):
         w, low = constants
-        rows = _rows(x, _block_tokens(layout.source, start, left, block, k))
+        rows = _rows(x, _block_tokens(layout.source, start, left, size, k))
         g, u = hidden = _hidden(rows, w[0], low, precision)
         inner = (jax.nn.silu(g) * u).astype(x.dtype)
         y = _plus(_dot(inner, w[1], (1, 0), precision), inner, low, 'down', precision)
-        y = y * jax.lax.dynamic_slice_in_dim(slot_weights, start, block)
+        y = y * jax.lax.dynamic_slice_in_dim(slot_weights, start, size)
         # Rows past the expert's are the next one's, which comes later and writes its own.
         new = (y, *hidden) if save else (y,)
         return state, tuple(
@@ -249,15 +249,15 @@ def _blocked_backward(block, axes, precision, saved, dy):
         low = jax.tree.map(lambda w: w[expert], adapters)
         return (w, low), jax.tree.map(lambda x: _zeros(x.shape, wide, axes), low or w)
 
-    def body(block, constants, start, left, state, carry):
+    def body(size, constants, start, left, state, carry):
         w, low = constants
         grads, dx, dweights = carry
-        token = _block_tokens(layout.source, start, left, block, k)
+        token = _block_tokens(layout.source, start, left, size, k)
         rows, dout = _rows(x, token), _rows(dy, token).astype(x.dtype)
-        scale = jax.lax.dynamic_slice_in_dim(slot_weights, start, block)
-        g, u = (
-            jnp.where((token >= 0)[:, None], jax.lax.dynamic_slice_in_dim(h, start, block), 0)
-            for h in hidden
+        # Rows past the expert's are 0, whatever the next one's hold.
+        scale, g, u = (
+            jnp.where((token >= 0)[:, None], jax.lax.dynamic_slice_in_dim(kept, start, size), 0)
+            for kept in (slot_weights, *hidden)
         )
         gated, silu_vjp = jax.vjp(jax.nn.silu, g)
         inner = gated * u
@@ -357,7 +357,8 @@ def grouped_swiglu(
       adapters: low-rank additions by projection (gate, up, down): a [E,in,r] and b [E,r,out] in x's
         dtype add (rows @ a) @ b. With them gate, up and down are constants, without a gradient.
 
-    For the backward pass 'blocked' keeps two [N*k,F] arrays, the pre-activations of gate and up.
+    For the backward pass 'blocked' keeps the pre-activations of gate and up, two arrays of about
+    N*k x F in float32 at least, room for all entries even where many are another shard's.
     """
     chex.assert_rank([x, gate, up, down, ids, weights], [2, 3, 3, 3, 2, 2])
     chex.assert_equal_shape([ids, weights])
