@@ -32,12 +32,14 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct, from a Python package: sums an
 	$(BIN)/python -m policyopt.train --config=configs/smollm2.py --workdir=runs/smollm2
 
 PEERS := runs/peers/environments
-# Tunix needs Python 3.12; with pyenv: make peers PYTHON312='env PYENV_VERSION=3.12.1 python3'
+# Tunix needs Python 3.12, and our side has its jax; with pyenv: make peers PYTHON312='env PYENV_VERSION=3.12.1 python3'
 PYTHON312 ?= python3.12
 
 peers: setup  ## The same work by TRL and tunix, side by side: docs/performance.md; 3 GB.
+	test -x $(PEERS)/policyopt/bin/python || $(PYTHON312) -m venv $(PEERS)/policyopt
+	$(PEERS)/policyopt/bin/pip install -q -e '.[models]' jax==0.12.0.1 flax==0.12.12
 	test -x $(PEERS)/tunix/bin/python || $(PYTHON312) -m venv $(PEERS)/tunix
-	$(PEERS)/tunix/bin/pip install -q google-tunix==0.1.7
+	$(PEERS)/tunix/bin/pip install -q google-tunix==0.1.7 jax==0.12.0.1 flax==0.12.12
 	test -x $(PEERS)/trl/bin/python || $(PYTHON) -m venv $(PEERS)/trl
 	$(PEERS)/trl/bin/pip install -q torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
 	$(PEERS)/trl/bin/pip install -q trl==1.16.0 transformers==5.24.0 accelerate datasets

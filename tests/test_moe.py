@@ -131,10 +131,10 @@ def test_every_part_of_a_deepseek_layer():
 
 def test_group_sizes_around_the_block_size():
     config = MoEConfig(experts=4, top_k=1, renormalise=False)
-    sizes = (128, 0, 257, 15)  # in rows: two blocks of 64, none, a wide one and one, part of one
+    sizes = (128, 0, 641, 15)  # in rows: a block of 128, none, a wide one and two, part of one
     rng = np.random.default_rng(7)
     ids = rng.permutation(np.repeat(np.arange(4), sizes))[:, None]
-    assert gm.block_rows(ids.size, 4) == gm.MAX_BLOCK == 64 and gm.WIDE == 4
+    assert gm.block_rows(ids.size, 4) == gm.MAX_BLOCK == 128 and gm.WIDE == 4
     params = reference.random_params(rng, config, WIDTH, INNER)
     x = rng.normal(size=(len(ids), WIDTH)).astype(np.float32)
     weights = rng.normal(size=x.shape).astype(np.float32)
@@ -154,8 +154,8 @@ def test_wide_blocks_have_the_derivatives_of_ragged_dot():
     config = MoEConfig(experts=2, top_k=1, renormalise=False)
     rng = np.random.default_rng(8)
     params = reference.random_params(rng, config, WIDTH, INNER)
-    x = rng.normal(size=(600, WIDTH)).astype(np.float32)  # a wide block and more for each expert
-    ids = jnp.asarray(rng.permutation(np.repeat([0, 1], (270, 330)))[:, None])
+    x = rng.normal(size=(1200, WIDTH)).astype(np.float32)  # a wide block and more for each expert
+    ids = jnp.asarray(rng.permutation(np.repeat([0, 1], (530, 670)))[:, None])
     low = {
         name: {
             'a': rng.normal(size=(2, size[0], 3)).astype(np.float32),
@@ -243,7 +243,7 @@ def test_sort_by_expert_lays_out_each_known_entry_once(monkeypatch, limit):
 
 
 @pytest.mark.parametrize(
-    ('entries', 'experts', 'rows'), [(1, 64, 8), (64, 8, 8), (136, 8, 32), (8192, 8, 64)]
+    ('entries', 'experts', 'rows'), [(1, 64, 8), (64, 8, 8), (136, 8, 32), (8192, 8, 128)]
 )
 def test_blocks_are_smaller_for_few_tokens(entries, experts, rows):
     assert gm.block_rows(entries, experts) == rows

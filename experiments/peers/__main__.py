@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,10 +45,12 @@ class Process:
         environ |= {'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false'}
         environ |= {'JAX_COMPILATION_CACHE_DIR': str(folder / 'cache' / label)}
         environ |= {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
-        command = [sys.executable, '-m', f'experiments.peers.{side.script}']
-        if side.script in PEERS:
-            python = environments / side.script / 'bin' / 'python'
-            command = [str(python), str(HERE / f'{side.script}_side.py')]
+        peer = side.script if side.script in PEERS else OURS
+        command = [str(environments / peer / 'bin' / 'python')]
+        if peer == OURS:
+            command += ['-m', f'experiments.peers.{side.script}']
+        else:
+            command += [str(HERE / f'{peer}_side.py')]
         self.label, self.log = label, folder / f'{label.replace(" ", "_")}.log'
         with open(self.log, 'w') as log:
             self.process = subprocess.Popen(
@@ -133,7 +134,11 @@ def _memory(answer: Mapping[str, Any]) -> float:
 
 def versions(environments: Path) -> dict[str, str]:
     """Of what was compared, as each environment says."""
-    named = {'trl': ('trl', 'transformers', 'torch'), 'tunix': ('google-tunix', 'jax', 'flax')}
+    named = {
+        OURS: ('jax', 'flax'),
+        'trl': ('trl', 'transformers', 'torch'),
+        'tunix': ('google-tunix', 'jax', 'flax'),
+    }
     out = {}
     for peer, packages in named.items():
         ask = (
@@ -144,9 +149,7 @@ def versions(environments: Path) -> dict[str, str]:
         found = subprocess.run([python, '-c', ask], capture_output=True, text=True, check=True)
         pairs = zip(packages, json.loads(found.stdout), strict=True)
         out[peer] = ', '.join(f'{name} {version}' for name, version in pairs)
-    import jax
-
-    return {OURS: f'jax {jax.__version__}'} | out
+    return out
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -158,7 +161,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--rounds', type=int, default=5, help='runs of each side, in turn')
     parser.add_argument('--folder', type=Path, default=Path('runs/peers'), help='for inputs, logs')
     parser.add_argument(
-        '--environments', type=Path, default=Path('runs/peers/environments'), help='of the peers'
+        '--environments', type=Path, default=Path('runs/peers/environments'), help='of all sides'
     )
     parser.add_argument('--fast', action='store_true', help='sizes of a test; docs stay')
     given = parser.parse_args(argv)
@@ -168,7 +171,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in given.names:
         if name not in known:
             parser.error(f'{name!r} is no cell.{checks.nearest(name, known)}')
-    missing = [p for p in PEERS if not (given.environments / p / 'bin' / 'python').exists()]
+    wanted = (OURS, *PEERS)
+    missing = [p for p in wanted if not (given.environments / p / 'bin' / 'python').exists()]
     if missing and not (given.list or given.table):
         parser.error(
             f'no environment of {", ".join(missing)} in {given.environments}: `make peers`'

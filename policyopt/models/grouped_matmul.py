@@ -23,7 +23,7 @@ from policyopt import sharding
 from policyopt.types import Array
 
 BACKENDS = ('blocked', 'ragged')
-MIN_BLOCK, MAX_BLOCK = 8, 64
+MIN_BLOCK, MAX_BLOCK = 8, 128
 WIDE = 4  # times as many rows has a block where an expert fills it
 PACKED_LIMIT = 2**31  # key and entry number sort as one int32 below this, 4 to 10 times faster
 
@@ -48,7 +48,7 @@ def default_backend() -> str:
 
 
 def block_rows(entries: int, experts: int) -> int:
-    """Rows per block: a power of two from 8 to 64, no more than the mean group size rounded up."""
+    """Rows per block: a power of two from 8 to 128, no more than the mean group size rounded up."""
     mean = max(entries // max(experts, 1), 1)
     return min(max(1 << (mean - 1).bit_length(), MIN_BLOCK), MAX_BLOCK)
 
