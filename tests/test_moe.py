@@ -224,7 +224,7 @@ def test_blocked_backend_keeps_two_hidden_layers():
 
     compiled = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()
     hidden = tokens * config.top_k * inner * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * hidden
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * hidden
 
 
 @pytest.mark.parametrize('limit', [gm.PACKED_LIMIT, 0])

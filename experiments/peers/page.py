@@ -18,12 +18,13 @@ The same work by policyopt, [TRL](https://github.com/huggingface/trl) (transform
 Written by `python -m experiments.peers`, which `make peers` sets up and runs.
 
 Every side is a process of its own in an environment of its own, ours and tunix's with the same
-jax; sides of a cell run in turn, so that a ratio compares neighbours in time. A ratio above 1 means that we are faster: the median over
-rounds, and the least and the largest. Memory is what a process takes at most beyond what importing
-its libraries takes: weights, loading them, and compiled programs from a cache included. An aim
-behind it is for their memory over ours. *First* is seconds from reading the weights to the first
-result, compiling included: in a first process, and in a second that finds the first one's compiled
-programs in jax's persistent cache. Everything is float32.
+jax; sides of a cell run in turn, so that a ratio compares neighbours in time. A ratio above 1 means
+that we are faster: the median over rounds, and the least and the largest. Memory is what a process
+takes at most beyond what importing its libraries takes: weights, loading them, and compiled
+programs from a cache included. An aim behind it is for their memory over ours. *First* is seconds
+from reading the weights to the first result, compiling included: in a first process, and in a
+second that finds the first one's compiled programs in jax's persistent cache. Everything is
+float32.
 
 ![Time over ours, by cell and side](performance.png)
 
