@@ -53,10 +53,9 @@ def speed(found: Mapping[str, Any]) -> str:
     seconds = float(np.median(found['seconds']))
     if tokens := found['found'].get('tokens'):
         return f'{tokens / seconds:,.0f} tokens/s'
-    operations = found['found'].get('operations')
-    return f'{seconds:.3g} s' + f', {(operations or 0) / seconds / 1e9:.0f} GFLOP/s' * bool(
-        operations
-    )
+    if operations := found['found'].get('operations'):
+        return f'{seconds:.3g} s, {operations / seconds / 1e9:.0f} GFLOP/s'
+    return f'{seconds:.3g} s'
 
 
 def aimed(aim: float | None, value: float) -> str:
@@ -80,9 +79,8 @@ def rows(cell: Cell, found: Mapping[str, Any]) -> list[list[str]]:
             middle = f'{np.median(times):.2f} ({times.min():.2f}-{times.max():.2f})'
             spread = aimed(side.aim, float(np.median(times)))
             more = held['memory'] / ours['memory']
-            memory += f', {more:.1f} times ours' + f'; {aimed(side.memory, more)}' * bool(
-                side.memory
-            )
+            memory += f', {more:.1f} times ours'
+            memory += f'; {aimed(side.memory, more)}' if side.memory else ''
         first = f'{held["first"]:.1f} / {held["again"]:.1f} s'
         out.append([name, speed(held), middle, spread, memory, first])
     return out
