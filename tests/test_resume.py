@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import pathlib
 import random
@@ -529,10 +530,10 @@ def lines(path, stage):
     return path.read_text().count(f'"stage": "{stage}"')
 
 
-def wait_for(process, path, stage, more):
-    """Until the file has so many more records of the stage, or the process is at its end."""
-    target = lines(path, stage) + more
-    while process.poll() is None and lines(path, stage) < target:
+def wait_for(process, path, stage, more, seconds=math.inf):
+    """Until the file has so many more records of the stage, the process or the time is at its end."""
+    target, end = lines(path, stage) + more, time.monotonic() + seconds
+    while process.poll() is None and lines(path, stage) < target and time.monotonic() < end:
         time.sleep(0.002)
 
 
@@ -554,15 +555,15 @@ def test_killed_at_20_random_moments_a_run_ends_as_one_never_stopped(tmp_path):
     process.communicate()
     # Where in its life each of the others ends: in steps, in a save, or before its first step.
     kinds = ['steps', *rng.sample(['steps', 'save', 'start'] * 6, 18)]
-    moments, in_saves, said, to_first = [], 0, '', 0.0
+    moments, in_saves, said, to_first = [], 0, '', math.inf
     for kind in kinds:
         began = time.monotonic()
         process = command.begin(workdir)
-        if kind == 'start':  # imports, restore, tracing
-            time.sleep(rng.uniform(0.2, 1) * to_first)
+        if kind == 'start':  # imports, restore, tracing; a first step cuts it short
+            wait_for(process, timings, 'rl', 1, rng.uniform(0.2, 1) * to_first)
         else:
             wait_for(process, timings, 'rl', 1)
-            to_first = to_first or time.monotonic() - began
+            to_first = min(to_first, time.monotonic() - began)
             wait_for(process, timings, 'rl', rng.randint(0, 2))
         if kind == 'steps':
             time.sleep(rng.uniform(0, 0.1))
