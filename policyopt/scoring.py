@@ -1,10 +1,10 @@
 """Log-probs, entropy and values of the tokens that a policy chose.
 
 `score` runs the model once, picks out the positions where `mask` is nonzero and computes
-log-softmax over them chunk by chunk (`scoring_kernels`). An array of logits has 2^25 elements at
-most on each device, 128 MiB in float32 (2^27 on TPU; less on CPU, see `scoring_kernels.full_size`),
-or chunk x V where `chunk` is given: a batch whose B x T x V is below that is one chunk, a larger
-one never has a [B,T,V] array.
+log-softmax over them chunk by chunk (`scoring_loops`). An array of logits has 2^25 elements at most
+on each device, 128 MiB in float32 (2^27 on TPU, 2^20 on CPU), or chunk x V where `chunk` is given
+(chunk x 2048 on CPU): a batch whose B x T x V is below that is one chunk, a larger one never has a
+[B,T,V] array.
 
 Where the rollout recorded the kept token ids, only those rows of the head are read: no matmul over
 the vocabulary happens, and the log-prob is the one the sampler drew with. `check_support`,
@@ -28,16 +28,15 @@ import numpy as np
 
 from policyopt import masked, sharding
 from policyopt.scoring_kernels import (
-    Rows,
-    Static,
+    block_size,
     check_temperature,
     chunk_size,
     full_size,
-    score_rows,
     support_logp_entropy,
     support_size,
     token_logp_entropy,
 )
+from policyopt.scoring_loops import Rows, Static, score_rows
 from policyopt.types import Array, Scores
 
 __all__ = [
@@ -177,7 +176,10 @@ def score_hidden(
         active=pick(active),
         support=None if support is None else pick(support),
     )
-    static = Static(entropy, model.config.lax_precision)
+    split = sharding.mesh_spec(('vocab', None), head.shape, rules)
+    # A block of a head that is split over devices would have to be gathered.
+    block = block_size() if split is None else None
+    static = Static(entropy, model.config.lax_precision, block)
     logp, spread = _score_shards(static, rows, head, allowed if support is None else None, rules)
     values = token_values(model, params, hidden, active) if model.config.value_head else None
     return Scores(logp_new=put(logp), entropy=put(spread) if entropy else None, values=values)

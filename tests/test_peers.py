@@ -109,7 +109,27 @@ def test_a_side_answers_in_lines(monkeypatch, capfd):
     monkeypatch.setattr(serve.os, 'dup2', lambda *_: None)  # pytest needs its own
     serve.serve({'work': work})
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith('{')]
-    assert [json.loads(line)['found'] for line in lines] == [{'product': 6}] * 3
+    answers = [json.loads(line) for line in lines]
+    assert [answer['found'] for answer in answers] == [{'product': 6}] * 3
+    assert all(x['memory'] < 30 and x['working'] <= x['memory'] for x in answers)
+
+
+def test_working_memory_is_what_one_run_takes(monkeypatch, capfd):
+    size = 2**25
+
+    def work(folder):
+        held = np.ones(size, np.uint8)
+        more = iter([4, 2, 1])
+        return lambda: {'sum': int(np.ones(next(more) * size, np.uint8)[0] + held[0])}
+
+    asked = json.dumps({'work': 'work', 'folder': 'abc', 'arguments': {}})
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(f'{asked}\n\n\n'))
+    monkeypatch.setattr(serve.os, 'dup2', lambda *_: None)
+    serve.serve({'work': work})
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith('{')]
+    answers = [json.loads(line) for line in lines]
+    assert [x['working'] for x in answers] == pytest.approx([128, 64, 32], abs=8)
+    assert [x['memory'] for x in answers] == pytest.approx([160] * 3, abs=8)
 
 
 def test_rewards_are_digits_from_the_left():
@@ -133,6 +153,21 @@ def test_the_page_compares_rounds():
     assert f'| TRL | 2 s | 1.50 (1.00-2.00) | 1.5 met | {memory} |' in text
     assert '| tunix | tunix ended: no memory |' in text
     assert 'agree to 1e-05' in text
+
+
+def test_temporaries_are_beyond_what_was_loaded_and_returned():
+    cell = cells_lib.cells()['score-576-full']
+    side = dict(first=9.0, again=3.0, memory=900.0, seconds=[1.0], found={'sum': 1.0})
+    assert cell.returned == pytest.approx(336.1, abs=0.1)
+    found = {
+        'policyopt': side | {'working': cell.returned + 20},
+        'tunix': side | {'working': cell.returned + 1000},
+        'trl': side | {'working': cell.returned - 3},  # pages that loading had left
+    }
+    text = '\n'.join(page.lines(cell, found))
+    assert '| policyopt | 1 s |  |  | 900 MiB; temporaries 20 MiB |' in text
+    assert '900 MiB, 1.0 times ours; temporaries 1,000 MiB, 50.0 times ours; 5 met |' in text
+    assert 'temporaries 1 MiB, 0.1 times ours; 5 **missed** |' in text
 
 
 def test_a_missing_environment_says_how_to_get_it(tmp_path, capsys):

@@ -113,7 +113,7 @@ def test_forms_follow_the_platform_of_the_mesh():
         head = 151936, 1024
         assert scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES) == 4 * 832
         assert scoring.tokens_at_once(7, head, None, sharding.DEFAULT_RULES) == 7
-    sizes = {151936: 192, 65536: 256, 32768: 256, 8192: 512, 64: 65536}
+    sizes = {151936: 512, 8192: 512, 2048: 512, 64: 16384}
     for vocab, size in sizes.items():
         found = scoring.tokens_at_once(None, (vocab, 1024), None, sharding.DEFAULT_RULES)
         assert found == size, vocab

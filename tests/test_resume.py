@@ -531,7 +531,7 @@ def lines(path, stage):
 
 
 def wait_for(process, path, stage, more, seconds=math.inf):
-    """Until the file has so many more records of the stage, the process or the time is at its end."""
+    """Until the file has so many more records of the stage, or process or time are at an end."""
     target, end = lines(path, stage) + more, time.monotonic() + seconds
     while process.poll() is None and lines(path, stage) < target and time.monotonic() < end:
         time.sleep(0.002)

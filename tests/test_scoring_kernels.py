@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from policyopt import scoring
-from policyopt.scoring_kernels import Rows, _used
+from policyopt.scoring_loops import Rows, _used
 
 N, D, V, K = 29, 12, 101, 7
 
@@ -79,11 +79,14 @@ def assert_close(got, want, rtol=1e-5):
         assert np.max(np.abs(np.asarray(x, np.float64) - y)) <= rtol * scale
 
 
-@pytest.mark.parametrize('chunk', [8, None])
-def test_full_equals_float64(chunk):
+@pytest.mark.parametrize('chunk, block', [(8, None), (None, None), (8, 16), (None, V - 1)])
+def test_full_equals_float64(chunk, block):
     hidden, head, tokens, _, heat = problem()
+    tokens[:3] = 0, V - 1, V - 5  # both ends, and an id that two blocks of 16 hold
     got = values_and_gradients(
-        lambda h, w: scoring.token_logp_entropy(h, w, tokens, temperature=heat, chunk=chunk),
+        lambda h, w: scoring.token_logp_entropy(
+            h, w, tokens, temperature=heat, chunk=chunk, block=block
+        ),
         hidden,
         head,
     )
@@ -104,12 +107,17 @@ def test_support_equals_float64(chunk):
     assert_close(got, in_float64(hidden, head, tokens, kept(support), heat))
 
 
-def test_allowed_tokens_only():
+@pytest.mark.parametrize('block', [None, 16])
+def test_allowed_tokens_only(block):
     hidden, head, tokens, _, heat = problem(1)
+    tokens = np.where(tokens < 16, tokens + 16, tokens)
     allowed = np.random.default_rng(0).random(V) < 0.5
     allowed[tokens] = True
+    allowed[:16] = False  # a whole block of 16
     got = values_and_gradients(
-        lambda h, w: scoring.token_logp_entropy(h, w, tokens, temperature=heat, allowed=allowed),
+        lambda h, w: scoring.token_logp_entropy(
+            h, w, tokens, temperature=heat, allowed=allowed, block=block
+        ),
         hidden,
         head,
     )
@@ -117,7 +125,7 @@ def test_allowed_tokens_only():
     assert_close(got, in_float64(hidden, head, tokens, keep, heat))
     assert np.all(np.asarray(got[3])[~allowed] == 0)
     tokens[3] = np.flatnonzero(~allowed)[0]
-    logp, entropy = scoring.token_logp_entropy(hidden, head, tokens, allowed=allowed)
+    logp, entropy = scoring.token_logp_entropy(hidden, head, tokens, allowed=allowed, block=block)
     assert np.flatnonzero(np.isnan(logp)).tolist() == [3] and np.all(np.isfinite(entropy))
 
 
@@ -192,8 +200,10 @@ def test_hessian_vector_products():
     def product(f, head, along):
         return jax.jvp(jax.grad(lambda w: mix(f(hidden.astype(w.dtype), w))), (head,), (along,))[1]
 
+    full = functools.partial(scoring.token_logp_entropy, tokens=tokens, chunk=8)
     for f, keep in (
-        (functools.partial(scoring.token_logp_entropy, tokens=tokens, chunk=8), np.ones((N, V))),
+        (full, np.ones((N, V))),
+        (functools.partial(full, block=16), np.ones((N, V))),
         (
             functools.partial(
                 scoring.support_logp_entropy, tokens=tokens, support=support, chunk=8
@@ -219,6 +229,7 @@ def test_bfloat16_states_give_float32_sums():
     rounded = np.asarray(jnp.asarray(head, jnp.bfloat16), np.float64)
     for keep, f in (
         (np.ones((N, V), bool), lambda h, w: scoring.token_logp_entropy(h, w, tokens)),
+        (np.ones((N, V), bool), lambda h, w: scoring.token_logp_entropy(h, w, tokens, block=16)),
         (kept(support), lambda h, w: scoring.support_logp_entropy(h, w, tokens, support)),
     ):
         got = values_and_gradients(f, states, head)
@@ -237,13 +248,11 @@ def test_inactive_tokens_cannot_matter():
     bad_support = np.where(active[:, None], support, -1)
     bad_heat = np.where(active, heat, np.nan)
     weight = np.where(active, 1.0, np.nan)  # a cotangent that is NaN off the active tokens
+    full = functools.partial(scoring.token_logp_entropy, tokens=bad_tokens, active=active, chunk=4)
+    heated = lambda f: lambda h, w: f(h, w, temperature=jnp.asarray(bad_heat))  # noqa: E731
     for keep, f in (
-        (
-            np.ones((active.sum(), V), bool),
-            lambda h, w: scoring.token_logp_entropy(
-                h, w, bad_tokens, temperature=jnp.asarray(bad_heat), active=active, chunk=4
-            ),
-        ),
+        (np.ones((active.sum(), V), bool), heated(full)),
+        (np.ones((active.sum(), V), bool), heated(functools.partial(full, block=16))),
         (
             kept(support[active]),
             lambda h, w: scoring.support_logp_entropy(
@@ -292,9 +301,9 @@ def test_impossible_tokens_give_nan_and_leave_the_others_alone():
     for broken, row in ((-1, 2), (V + 3, 5)):
         taken = tokens.copy()
         taken[row] = broken
-        assert np.flatnonzero(
-            np.isnan(scoring.token_logp_entropy(hidden, head, taken)[0])
-        ).tolist() == [row]
+        for block in (None, 16):
+            logp, _ = scoring.token_logp_entropy(hidden, head, taken, block=block)
+            assert np.flatnonzero(np.isnan(logp)).tolist() == [row]
         logp, _ = scoring.support_logp_entropy(hidden, head, taken, support)
         assert np.flatnonzero(np.isnan(logp)).tolist() == [row]
     outside = support.copy()
@@ -342,6 +351,8 @@ def test_arguments_are_checked():
     for chunk in (0, -3):
         with pytest.raises(ValueError, match=f'chunk={chunk}'):
             scoring.token_logp_entropy(hidden, head, tokens, chunk=chunk)
+        with pytest.raises(ValueError, match=f'block={chunk}'):
+            scoring.token_logp_entropy(hidden, head, tokens, block=chunk)
     with pytest.raises(AssertionError):
         scoring.token_logp_entropy(hidden, head[:, :-1], tokens)
     with pytest.raises(AssertionError):

@@ -19,7 +19,8 @@ PEERS = {'trl': 'TRL', 'tunix': 'tunix'}
 class Side:
     """What a side runs: a work of its script, with arguments.
 
-    `aim` is what we want its time to be over ours, `memory` its memory over ours.
+    `aim` is what we want its time to be over ours, `memory` its memory over ours: its temporaries
+    where the cell knows what a run returns.
     """
 
     script: str
@@ -40,6 +41,7 @@ class Cell:
       sides: by label; the first is ours.
       absent: label -> why this side can't do the work.
       notes: what a reader should know before comparing.
+      returned: MiB of gradients that a run of every side returns, where that is most of its memory.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Cell:
     sides: Mapping[str, Side]
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: Sequence[str] = ()
+    returned: float | None = None
 
 
 def everyone(
@@ -171,11 +174,11 @@ def mixture(fast: bool) -> list[Cell]:
 
 def score(fast: bool) -> list[Cell]:
     out = []
+    vocab, tokens = (512, 32) if fast else (151_936, 1024)
     for width in (16,) if fast else (576, 2048):
 
         def prepare(folder: Path, width: int = width) -> None:
-            sizes = dict(vocab=512, tokens=32) if fast else {}
-            inputs.write_scoring(folder, width, **sizes)
+            inputs.write_scoring(folder, width, vocab, tokens)
 
         for support in (False, True):
             whole = {'support': False}
@@ -187,9 +190,12 @@ def score(fast: bool) -> list[Cell]:
                 'tunix': Side('tunix', 'score', whole, aim, less),
             }
             kind = 'a support of 20' if support else 'the full vocabulary'
-            what = f'log-probs forward and backward on {kind}, 1024 tokens, V 151,936, D {width}'
+            what = (
+                f'log-probs forward and backward on {kind}, {tokens} tokens, V {vocab:,}, D {width}'
+            )
             name = f'score-{width}-{"support" if support else "full"}'
-            out.append(Cell(name, what, prepare, sides, notes=[SUPPORT] if support else ()))
+            notes, returned = [SUPPORT] if support else (), (vocab + tokens) * width * 4 / 2**20
+            out.append(Cell(name, what, prepare, sides, notes=notes, returned=returned))
     return out
 
 

@@ -94,9 +94,7 @@ def write_mixture(
     np.savez(folder / 'moe.npz', x=rng.standard_normal((tokens, width), np.float32), **held)
 
 
-def write_scoring(
-    folder: Path, width: int, vocab: int = 151_936, tokens: int = 1024, kept: int = 20
-) -> None:
+def write_scoring(folder: Path, width: int, vocab: int, tokens: int, kept: int = 20) -> None:
     """Hidden states, a head, and the tokens to score, each the first of its support."""
     rng = np.random.default_rng(0)
     support = rng.integers(0, vocab, (1, tokens, kept)).astype(np.int32)

@@ -21,7 +21,8 @@ Every side is a process of its own in an environment of its own, ours and tunix'
 jax; sides of a cell run in turn, so that a ratio compares neighbours in time. A ratio above 1 means
 that we are faster: the median over rounds, and the least and the largest. Memory is what a process
 takes at most beyond what importing its libraries takes: weights, loading them, and compiled
-programs from a cache included. An aim behind it is for their memory over ours. *First* is seconds
+programs from a cache included; temporaries are what a run takes beyond what was loaded and the
+gradients it returns. An aim behind it is for theirs over ours. *First* is seconds
 from reading the weights to the first result, compiling included: in a first process, and in a
 second that finds the first one's compiled programs in jax's persistent cache. Everything is
 float32.
@@ -80,10 +81,21 @@ def rows(cell: Cell, found: Mapping[str, Any]) -> list[list[str]]:
             spread = aimed(side.aim, float(np.median(times)))
             more = held['memory'] / ours['memory']
             memory += f', {more:.1f} times ours'
-            memory += f'; {aimed(side.memory, more)}' if side.memory else ''
+        if cell.returned is not None:
+            memory += f'; temporaries {temporaries(cell, held):,.0f} MiB'
+            if label != OURS:
+                more = temporaries(cell, held) / temporaries(cell, ours)
+                memory += f', {more:.1f} times ours'
+        if label != OURS and cell.sides[label].memory:
+            memory += f'; {aimed(cell.sides[label].memory, more)}'
         first = f'{held["first"]:.1f} / {held["again"]:.1f} s'
         out.append([name, speed(held), middle, spread, memory, first])
     return out
+
+
+def temporaries(cell: Cell, held: Mapping[str, Any]) -> float:
+    """MiB that a run takes beyond what was loaded and what it returns; 1 at least."""
+    return max(held['working'] - (cell.returned or 0), 1.0)
 
 
 def correctness(found: Mapping[str, Any]) -> list[str]:

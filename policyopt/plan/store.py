@@ -26,8 +26,8 @@ PACKAGE = pathlib.Path(__file__).parents[1]
 # Modules whose text decides what is compiled; tools around a run do not.
 COMPILED = (
     'advantages.py algorithms.py critic.py learner.py masked.py microbatches.py optimizer.py '
-    'scoring.py scoring_kernels.py sharding.py state.py types.py updates.py losses models '
-    'sampling plan/steps.py'
+    'scoring.py scoring_kernels.py scoring_loops.py sharding.py state.py types.py updates.py '
+    'losses models sampling plan/steps.py'
 ).split()
 COUNTED = [f'plan/{name}.py' for name in 'costs hardware hlo measure roofline traffic'.split()]
 
