@@ -2,9 +2,9 @@
 
 `score` runs the model once, picks out the positions where `mask` is nonzero and computes
 log-softmax over them chunk by chunk (`scoring_loops`). An array of logits has 2^25 elements at most
-on each device, 128 MiB in float32 (2^27 on TPU, 2^20 on CPU), or chunk x V where `chunk` is given
-(chunk x 2048 on CPU): a batch whose B x T x V is below that is one chunk, a larger one never has a
-[B,T,V] array.
+on each device, 128 MiB in float32 (2^27 on TPU; on CPU 2^20, by blocks of the vocabulary, unless
+devices share it), or chunk x V where `chunk` is given: a batch whose B x T x V is below that is one
+chunk, a larger one never has a [B,T,V] array.
 
 Where the rollout recorded the kept token ids, only those rows of the head are read: no matmul over
 the vocabulary happens, and the log-prob is the one the sampler drew with. `check_support`,
@@ -176,10 +176,7 @@ def score_hidden(
         active=pick(active),
         support=None if support is None else pick(support),
     )
-    split = sharding.mesh_spec(('vocab', None), head.shape, rules)
-    # A block of a head that is split over devices would have to be gathered.
-    block = block_size() if split is None else None
-    static = Static(entropy, model.config.lax_precision, block)
+    static = Static(entropy, model.config.lax_precision, ids_at_once(head.shape, rules))
     logp, spread = _score_shards(static, rows, head, allowed if support is None else None, rules)
     values = token_values(model, params, hidden, active) if model.config.value_head else None
     return Scores(logp_new=put(logp), entropy=put(spread) if entropy else None, values=values)
@@ -195,9 +192,19 @@ def tokens_at_once(
     """
     if chunk is None:
         vocab, width = head
-        size = full_size(vocab) if kept is None else support_size(kept, width)
+        full = full_size(vocab, ids_at_once(head, rules))
+        size = full if kept is None else support_size(kept, width)
         return size * sharding.batch_shards(rules)
     return chunk_size(chunk, 1, 1)
+
+
+def ids_at_once(head: tuple[int, ...], rules: sharding.Rules) -> int | None:
+    """Ids of the vocabulary in one turn over the head [V,D]; None for all.
+
+    A head that is split over devices has no blocks: they would have to be gathered.
+    """
+    whole = sharding.mesh_spec(('vocab', None), head, rules) is None
+    return block_size(head[0]) if whole else None
 
 
 def _score_shards(

@@ -31,8 +31,9 @@ SUPPORT_ELEMENTS = 2**21
 # would take longer than the products.
 TPU_FACTOR = 4
 # On CPU logits of so many ids of the vocabulary, and so many elements: they stay in the cache, as
-# do the ids' rows of the head and of its gradient, and of the last chunk little is padding.
+# do the ids' rows of the head up to widths of about 1000, and of the last chunk little is padding.
 CPU_BLOCK, CPU_ELEMENTS = 2048, 2**20
+LANES = 128  # blocks are multiples of it
 
 
 def token_logp_entropy(
@@ -62,7 +63,7 @@ def token_logp_entropy(
       chunk: tokens per chunk; None chooses by platform (`full_size`): up to 128 MiB of logits,
         512 on TPU, 4 on CPU. Changes memory and speed only.
       block: ids of the vocabulary at a time, likewise; None chooses by platform (`block_size`):
-        2048 on CPU, all elsewhere.
+        up to 2048 on CPU, all elsewhere.
       entropy: False returns None for the entropy and does not compute it.
       allowed: [V] bool, tokens that may be drawn; the others have probability 0.
       active: [N] bool, tokens to score. Elsewhere results and gradients are 0, whatever stands
@@ -81,8 +82,9 @@ def token_logp_entropy(
     if block is not None and block < 1:
         raise ValueError(f'block={block}: ids at a time must be >= 1, or None to choose.')
     vocab = head.shape[0]
-    static = Static(entropy, precision, block_size() if block is None else block)
-    size = full_size(vocab) if chunk is None else chunk_size(chunk, 1, 1)
+    block = block_size(vocab) if block is None else block
+    static = Static(entropy, precision, block)
+    size = full_size(vocab, block) if chunk is None else chunk_size(chunk, 1, 1)
     rows = _flat_rows(hidden, tokens, temperature, active, None, size)
     return _unflatten(score_rows(static, rows, head, allowed), tokens.shape[0], entropy)
 
@@ -154,19 +156,22 @@ def chunk_size(chunk: int | None, per_token: int, budget: int) -> int:
     return chunk
 
 
-def full_size(vocab: int) -> int:
-    """Tokens of a chunk of logits [R,V], or [R,block], by the platform of what is being traced."""
-    budget = FULL_ELEMENTS
+def block_size(vocab: int) -> int | None:
+    """Ids of the vocabulary at a time, by the platform of what is being traced; None for all."""
+    if sharding.platform() != 'cpu' or vocab <= CPU_BLOCK:
+        return None
+    equal = -(-vocab // -(-vocab // CPU_BLOCK))  # the last block goes over few ids twice
+    return -(-equal // LANES) * LANES
+
+
+def full_size(vocab: int, block: int | None) -> int:
+    """Tokens of a chunk of logits [R,V], or [R,block], likewise."""
+    columns, budget = vocab if block is None else block, FULL_ELEMENTS
     if sharding.platform() == 'tpu':
         budget *= TPU_FACTOR
-    elif sharding.platform() == 'cpu':
-        vocab, budget = min(vocab, CPU_BLOCK), CPU_ELEMENTS
-    return chunk_size(None, vocab, budget)
-
-
-def block_size() -> int | None:
-    """Ids of the vocabulary at a time, likewise; None for all of them."""
-    return CPU_BLOCK if sharding.platform() == 'cpu' else None
+    elif sharding.platform() == 'cpu' and columns <= CPU_BLOCK:
+        budget = CPU_ELEMENTS
+    return chunk_size(None, columns, budget)
 
 
 def support_size(kept: int, width: int) -> int:

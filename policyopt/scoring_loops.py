@@ -4,8 +4,8 @@ Tokens come as n chunks of R. A chunk's logits [R,V], or gathered head rows [R,K
 inside one turn of a loop; the backward pass computes them again and accumulates the head's gradient
 in float32. The loops run as many chunks as hold active tokens, whatever the shapes allow for.
 
-With `Static.block` a turn has the logits [R,C] of C tokens of the vocabulary: a block of the head
-and of its gradient stay in a processor's cache while all chunks pass by.
+With `Static.block` a turn has the logits [R,C] of C ids of the vocabulary: a block of the head and
+of its gradient are read and written once, and used by all chunks meanwhile.
 
 Derivatives: reverse mode, and forward over reverse (`jax.jvp` or `jax.linearize` of `jax.grad`),
 which is what Hessian-vector products need. Reverse over reverse raises: loops of a length known
@@ -58,7 +58,7 @@ class _Sums(NamedTuple):
     top: Array  # the largest scaled logit
     total: Array  # sum w
     moment: Array  # sum w log w
-    taken: Array  # the taken token's scaled logit; NaN before its block
+    taken: Array  # the taken token's scaled logit; -inf before its block
 
 
 def score_rows(
@@ -96,21 +96,17 @@ def _moment(weight: Array, log_weight: Array) -> Array:
     return jnp.sum(jnp.where(weight > 0, weight * log_weight, 0), axis=1)
 
 
-def _add_block(static: Static, sums: _Sums, scaled: Array, slot: Array, here: Array) -> _Sums:
-    """Sums with one more block, scaled [R,C], in which slot [R] is taken where `here` [R]."""
+def _add_block(static: Static, sums: _Sums, scaled: Array, slot: Array) -> _Sums:
+    """Sums with one more block, scaled [R,C]; slot [R] is taken, C where another block has it."""
     top = jax.lax.stop_gradient(jnp.maximum(sums.top, jnp.max(scaled, axis=1)))
     shifted, lower = scaled - top[:, None], sums.top - top
     weight, fade = jnp.exp(shifted), jnp.exp(lower)
     moment = sums.moment
     if static.entropy:
         moment = fade * (moment + sums.total * lower) + _moment(weight, shifted)
-    taken = jnp.take_along_axis(scaled, slot[:, None], axis=1, mode='fill')[:, 0]
-    return _Sums(
-        top=top,
-        total=fade * sums.total + jnp.sum(weight, axis=1),
-        moment=moment,
-        taken=jnp.where(here, jnp.where(taken == -jnp.inf, jnp.nan, taken), sums.taken),
-    )
+    taken = jnp.take_along_axis(scaled, slot[:, None], 1, mode='fill', fill_value=-jnp.inf)[:, 0]
+    total = fade * sums.total + jnp.sum(weight, axis=1)
+    return _Sums(top, total, moment, jnp.maximum(sums.taken, taken))
 
 
 def _row_cotangent(
@@ -138,8 +134,8 @@ def _chunk_logits(
 ) -> tuple[Array, Array, Array]:
     """Of one chunk: scaled logits [R,C], -inf where excluded; taken column [R]; head rows used.
 
-    C is V and the head rows are the head [V,D], or C is K and they are the gathered [R,K,D]. A
-    token that no column stands for gets column C, which reads as NaN.
+    The head rows [C,D] are the head's, all V or a block of them, or C is K and they are the
+    gathered [R,K,D]. A token that no column stands for gets column C, which reads as NaN.
     """
     if row.support is None:
         scaled = _einsum(static, 'rd,vd->rv', row.hidden, head) / row.temperature[:, None]
@@ -156,14 +152,14 @@ def _chunk_logits(
 
 
 def _chunk_cotangent(
-    static: Static, row: Rows, head: Array, allowed: Array | None, given: Any
+    static: Static, i: Array, row: Rows, head: Array, allowed: Array | None, given: Any
 ) -> tuple[Array, Array]:
-    """Of one chunk: cotangent of its logits [R,C] before the temperature, and the head rows used.
+    """Of chunk i: cotangent of its logits [R,C] before the temperature, and the head rows used.
 
-    `given` are its `_Stats`, and the cotangents of its log-probs and entropies.
+    `given` are `_Stats` of all chunks, and the cotangents of their log-probs and entropies.
     """
     scaled, slot, used = _chunk_logits(static, row, head, allowed)
-    d = _row_cotangent(static, scaled, slot, *given)
+    d = _row_cotangent(static, scaled, slot, *_at(i, given))
     d = jnp.where(row.active[:, None], d / row.temperature[:, None], 0)
     return d.astype(row.hidden.dtype), used
 
@@ -210,26 +206,29 @@ def _score_rows_forward(static, rows, head, allowed):
 
 def _score_rows_backward(static, residuals, g):
     rows, head, allowed, stats = residuals
-    if _in_blocks(static, rows, head):
-        d_hidden, d_head = _backward_in_blocks(static, rows, head, allowed, (stats, g))
-        d_rows: Any = Rows(d_hidden, None, None, None)  # type: ignore[arg-type]
-        return d_rows, d_head, None
+    whole = not _in_blocks(static, rows, head)
+    d_hidden, d_head = (_backward if whole else _backward_in_blocks)(
+        static, rows, head, allowed, (stats, g)
+    )
+    d_rows: Any = Rows(d_hidden, None, None, None)  # type: ignore[arg-type]
+    return d_rows, d_head.astype(head.dtype), None
+
+
+_score_rows.defvjp(_score_rows_forward, _score_rows_backward)
+
+
+def _backward(static, rows, head, allowed, given):
     source = head.astype(rows.hidden.dtype) if rows.support is None else head
 
     def body(i, carry):
         d_hidden, d_head = carry
         row = _take(rows, i)
-        d, used = _chunk_cotangent(static, row, source, allowed, _at(i, (stats, g)))
+        d, used = _chunk_cotangent(static, i, row, source, allowed, given)
         d_row, d_head = _chunk_pullback(static, row, used, d, d_head)
         return d_hidden.at[i].set(d_row.astype(d_hidden.dtype)), d_head
 
     init = jnp.zeros_like(rows.hidden), jnp.zeros(head.shape, rows.temperature.dtype)
-    d_hidden, d_head = jax.lax.fori_loop(0, _used(rows), body, init)
-    d_rows = Rows(d_hidden, None, None, None)  # type: ignore[arg-type]
-    return d_rows, d_head.astype(head.dtype), None
-
-
-_score_rows.defvjp(_score_rows_forward, _score_rows_backward)
+    return jax.lax.fori_loop(0, _used(rows), body, init)
 
 
 def _in_blocks(static: Static, rows: Rows, head: Array) -> bool:
@@ -253,28 +252,25 @@ def _block(static, i, rows, head, allowed):
 
 
 def _forward_in_blocks(static, rows, head, allowed):
-    size = static.block
-
     def block(i, sums):
         start, part, counts = _block(static, i, rows, head, allowed)
 
         def chunk(j, sums):
-            row = _take(rows, j)
-            here = (row.tokens >= i * size) & (row.tokens < (i + 1) * size)
-            row = row._replace(tokens=row.tokens - start)
+            row = _within(_take(rows, j), start)
             scaled, slot, _ = _chunk_logits(static, row, part, counts)
-            new = _add_block(static, _at(j, sums), scaled, slot, here)
+            new = _add_block(static, _at(j, sums), scaled, slot)
             return jax.tree.map(lambda x, y: x.at[j].set(y), sums, new)
 
         return jax.lax.fori_loop(0, used, chunk, sums)
 
-    used, blocks = _used(rows), -(-head.shape[0] // size)
+    used, blocks = _used(rows), -(-head.shape[0] // static.block)
     zeros = jnp.zeros(rows.tokens.shape, rows.temperature.dtype)
     lowest = zeros + jnp.finfo(zeros.dtype).min
-    sums = jax.lax.fori_loop(0, blocks, block, _Sums(lowest, zeros, zeros, zeros + jnp.nan))
+    sums = jax.lax.fori_loop(0, blocks, block, _Sums(lowest, zeros, zeros, zeros - jnp.inf))
     log_sum = jnp.log(sums.total)
     entropy = log_sum - sums.moment / sums.total if static.entropy else zeros
-    stats = _Stats(sums.taken - sums.top - log_sum, entropy, sums.top, log_sum)
+    taken = jnp.where(sums.taken == -jnp.inf, jnp.nan, sums.taken)
+    stats = _Stats(taken - sums.top - log_sum, entropy, sums.top, log_sum)
     return jax.tree.map(lambda x: jnp.where(rows.active, x, 0), stats)
 
 
@@ -285,9 +281,8 @@ def _backward_in_blocks(static, rows, head, allowed, given):
 
         def chunk(j, carry):
             d_hidden, d_part = carry
-            row = _take(rows, j)
-            row = row._replace(tokens=row.tokens - start)
-            d, used = _chunk_cotangent(static, row, part, counts, _at(j, given))
+            row = _within(_take(rows, j), start)
+            d, used = _chunk_cotangent(static, j, row, part, counts, given)
             d_row, d_part = _chunk_pullback(static, row, used, d, d_part)
             return d_hidden.at[j].add(d_row), d_part
 
@@ -299,7 +294,12 @@ def _backward_in_blocks(static, rows, head, allowed, given):
     wide = rows.temperature.dtype
     init = jnp.zeros(rows.hidden.shape, wide), jnp.zeros(head.shape, wide)
     d_hidden, d_head = jax.lax.fori_loop(0, blocks, block, init)
-    return d_hidden.astype(rows.hidden.dtype), d_head.astype(head.dtype)
+    return d_hidden.astype(rows.hidden.dtype), d_head
+
+
+def _within(row: Rows, start: Array) -> Rows:
+    """A chunk whose tokens count from `start`; one before it is negative."""
+    return row._replace(tokens=row.tokens.astype(jnp.int32) - start)
 
 
 def _at(i: Array, tree: Any) -> Any:

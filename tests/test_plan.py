@@ -113,10 +113,12 @@ def test_forms_follow_the_platform_of_the_mesh():
         head = 151936, 1024
         assert scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES) == 4 * 832
         assert scoring.tokens_at_once(7, head, None, sharding.DEFAULT_RULES) == 7
-    sizes = {151936: 512, 8192: 512, 2048: 512, 64: 16384}
-    for vocab, size in sizes.items():
-        found = scoring.tokens_at_once(None, (vocab, 1024), None, sharding.DEFAULT_RULES)
-        assert found == size, vocab
+        assert scoring.ids_at_once(head, sharding.DEFAULT_RULES) is None
+    sizes = {151936: (512, 2048), 5000: (576, 1792), 2049: (896, 1152), 2048: (512, None)}
+    for vocab, size in (sizes | {64: (16384, None)}).items():
+        head = vocab, 1024
+        tokens = scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES)
+        assert (tokens, scoring.ids_at_once(head, sharding.DEFAULT_RULES)) == size, vocab
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policyopt import models, scoring, sharding
+from policyopt import models, scoring, scoring_kernels, sharding
 from policyopt.models.router import MoEConfig
 from policyopt.types import Rollout
 
@@ -321,7 +321,13 @@ def test_empty_mask():
     assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(grads))
 
 
-def test_rows_on_a_mesh_score_as_on_one_device():
+# A chunk's 20 rows are 5 on each of 4 devices and its 24 ids 12 on each of 2, or they are 2 on each
+# of 8 and the ids come in blocks of 8.
+@pytest.mark.parametrize(
+    'axes, local, absent',
+    [((2, 2, 2), '5,12', ('20,24', '20,12', '5,24', '5,8')), ((4, 2, 1), '2,8', ('20,24', '2,24'))],
+)
+def test_rows_on_a_mesh_score_as_on_one_device(monkeypatch, axes, local, absent):
     model, params = stand_in()
     batch = rows(height=8, k=5)
     states = np.random.default_rng(0).standard_normal((8, T, 6), np.float32)
@@ -336,7 +342,10 @@ def test_rows_on_a_mesh_score_as_on_one_device():
         return [jax.value_and_grad(loss)(params, x) for x in (batch, full)]
 
     want = jax.jit(run)(params, batch)
-    with jax.set_mesh(sharding.make_mesh([('data', 2), ('fsdp', 2), ('tensor', 2)])):
+    monkeypatch.setattr(scoring_kernels, 'CPU_BLOCK', 9)
+    monkeypatch.setattr(scoring_kernels, 'LANES', 1)
+    names = 'data', 'fsdp', 'tensor'
+    with jax.set_mesh(sharding.make_mesh(list(zip(names, axes, strict=True)))):
         split = jax.P(('data', 'fsdp'))
         params = {
             'hidden': jax.device_put(states, split),
@@ -346,10 +355,9 @@ def test_rows_on_a_mesh_score_as_on_one_device():
         batch = jax.tree.map(lambda x: jax.device_put(x, split), batch)
         compiled = jax.jit(run).lower(params, batch).compile()
         assert_tree_close(compiled(params, batch), want)
-    # A chunk's 20 rows are 5 on each device, and its 24 columns 12.
     text = compiled.as_text()
-    assert 'f32[5,12]' in text
-    assert not any(f'f32[{shape}]' in text for shape in ('20,24', '20,12', '5,24'))
+    assert f'f32[{local}]' in text
+    assert not any(f'f32[{shape}]' in text for shape in absent)
 
 
 def test_a_fifth_of_the_naive_memory():

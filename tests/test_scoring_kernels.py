@@ -79,10 +79,12 @@ def assert_close(got, want, rtol=1e-5):
         assert np.max(np.abs(np.asarray(x, np.float64) - y)) <= rtol * scale
 
 
-@pytest.mark.parametrize('chunk, block', [(8, None), (None, None), (8, 16), (None, V - 1)])
-def test_full_equals_float64(chunk, block):
-    hidden, head, tokens, _, heat = problem()
-    tokens[:3] = 0, V - 1, V - 5  # both ends, and an id that two blocks of 16 hold
+@pytest.mark.parametrize(
+    'chunk, block, v', [(8, None, V), (None, None, V), (8, 16, V), (None, V - 1, V), (8, 16, 96)]
+)
+def test_full_equals_float64(chunk, block, v):
+    hidden, head, tokens, _, heat = problem(v=v)
+    tokens[:3] = 0, v - 1, v - 6  # both ends, and an id that two blocks of 16 hold where V is 101
     got = values_and_gradients(
         lambda h, w: scoring.token_logp_entropy(
             h, w, tokens, temperature=heat, chunk=chunk, block=block
@@ -90,7 +92,7 @@ def test_full_equals_float64(chunk, block):
         hidden,
         head,
     )
-    assert_close(got, in_float64(hidden, head, tokens, np.ones((N, V), bool), heat))
+    assert_close(got, in_float64(hidden, head, tokens, np.ones((N, v), bool), heat))
 
 
 @pytest.mark.parametrize('chunk', [8, None])
@@ -107,11 +109,11 @@ def test_support_equals_float64(chunk):
     assert_close(got, in_float64(hidden, head, tokens, kept(support), heat))
 
 
-@pytest.mark.parametrize('block', [None, 16])
-def test_allowed_tokens_only(block):
-    hidden, head, tokens, _, heat = problem(1)
+@pytest.mark.parametrize('block, v', [(None, V), (16, V), (16, 96)])
+def test_allowed_tokens_only(block, v):
+    hidden, head, tokens, _, heat = problem(1, v=v)
     tokens = np.where(tokens < 16, tokens + 16, tokens)
-    allowed = np.random.default_rng(0).random(V) < 0.5
+    allowed = np.random.default_rng(0).random(v) < 0.5
     allowed[tokens] = True
     allowed[:16] = False  # a whole block of 16
     got = values_and_gradients(
@@ -121,7 +123,7 @@ def test_allowed_tokens_only(block):
         hidden,
         head,
     )
-    keep = np.broadcast_to(allowed, (N, V))
+    keep = np.broadcast_to(allowed, (N, v))
     assert_close(got, in_float64(hidden, head, tokens, keep, heat))
     assert np.all(np.asarray(got[3])[~allowed] == 0)
     tokens[3] = np.flatnonzero(~allowed)[0]
@@ -249,7 +251,10 @@ def test_inactive_tokens_cannot_matter():
     bad_heat = np.where(active, heat, np.nan)
     weight = np.where(active, 1.0, np.nan)  # a cotangent that is NaN off the active tokens
     full = functools.partial(scoring.token_logp_entropy, tokens=bad_tokens, active=active, chunk=4)
-    heated = lambda f: lambda h, w: f(h, w, temperature=jnp.asarray(bad_heat))  # noqa: E731
+
+    def heated(f):
+        return lambda h, w: f(h, w, temperature=jnp.asarray(bad_heat))
+
     for keep, f in (
         (np.ones((active.sum(), V), bool), heated(full)),
         (np.ones((active.sum(), V), bool), heated(functools.partial(full, block=16))),
@@ -298,12 +303,15 @@ def test_work_follows_the_active_tokens():
 def test_impossible_tokens_give_nan_and_leave_the_others_alone():
     hidden, head, tokens, support, _ = problem(7)
     want, _ = scoring.support_logp_entropy(hidden, head, tokens, support)
-    for broken, row in ((-1, 2), (V + 3, 5)):
+    whole, _ = scoring.token_logp_entropy(hidden, head, tokens)
+    for broken, row in ((-1, 2), (V + 3, 5), (V + 50, 6)):
         taken = tokens.copy()
         taken[row] = broken
         for block in (None, 16):
             logp, _ = scoring.token_logp_entropy(hidden, head, taken, block=block)
             assert np.flatnonzero(np.isnan(logp)).tolist() == [row]
+            others = np.delete(np.arange(N), row)
+            np.testing.assert_allclose(logp[others], whole[others], rtol=1e-6)
         logp, _ = scoring.support_logp_entropy(hidden, head, taken, support)
         assert np.flatnonzero(np.isnan(logp)).tolist() == [row]
     outside = support.copy()
@@ -365,7 +373,10 @@ def test_arguments_are_checked():
 
 def test_no_entropy_on_request():
     hidden, head, tokens, support, _ = problem()
-    assert scoring.token_logp_entropy(hidden, head, tokens, entropy=False)[1] is None
+    for block in (None, 16):
+        full = functools.partial(scoring.token_logp_entropy, hidden, head, tokens, block=block)
+        assert full(entropy=False)[1] is None
+        np.testing.assert_array_equal(full(entropy=False)[0], full()[0])
     logp, none = scoring.support_logp_entropy(hidden, head, tokens, support, entropy=False)
     assert none is None
     want, _ = scoring.support_logp_entropy(hidden, head, tokens, support)
