@@ -204,7 +204,7 @@ def ids_at_once(head: tuple[int, ...], rules: sharding.Rules) -> int | None:
     A head that is split over devices has no blocks: they would have to be gathered.
     """
     whole = sharding.mesh_spec(('vocab', None), head, rules) is None
-    return block_size(head[0]) if whole else None
+    return block_size(*head) if whole else None
 
 
 def _score_shards(

@@ -30,9 +30,10 @@ SUPPORT_ELEMENTS = 2**21
 # So much more on a TPU: each chunk reads the head and writes its gradient, and with few tokens that
 # would take longer than the products.
 TPU_FACTOR = 4
-# On CPU logits of so many ids of the vocabulary, and so many elements: they stay in the cache, as
-# do the ids' rows of the head up to widths of about 1000, and of the last chunk little is padding.
-CPU_BLOCK, CPU_ELEMENTS = 2048, 2**20
+# On CPU logits have so many ids of the vocabulary, fewer where their rows of the head would have
+# more than so many elements, and so many elements themselves: all of it stays in the cache, and of
+# the last chunk little is padding.
+CPU_BLOCK, CPU_HEAD, CPU_ELEMENTS = 2048, 2**21, 2**20
 LANES = 128  # blocks are multiples of it
 
 
@@ -82,7 +83,7 @@ def token_logp_entropy(
     if block is not None and block < 1:
         raise ValueError(f'block={block}: ids at a time must be >= 1, or None to choose.')
     vocab = head.shape[0]
-    block = block_size(vocab) if block is None else block
+    block = block_size(*head.shape) if block is None else block
     static = Static(entropy, precision, block)
     size = full_size(vocab, block) if chunk is None else chunk_size(chunk, 1, 1)
     rows = _flat_rows(hidden, tokens, temperature, active, None, size)
@@ -156,17 +157,18 @@ def chunk_size(chunk: int | None, per_token: int, budget: int) -> int:
     return chunk
 
 
-def block_size(vocab: int) -> int | None:
+def block_size(vocab: int, width: int) -> int | None:
     """Ids of the vocabulary at a time, by the platform of what is being traced; None for all."""
-    if sharding.platform() != 'cpu' or vocab <= CPU_BLOCK:
+    most = min(CPU_BLOCK, max(CPU_HEAD // width // LANES, 1) * LANES)
+    if sharding.platform() != 'cpu' or vocab <= most:
         return None
-    equal = -(-vocab // -(-vocab // CPU_BLOCK))  # the last block goes over few ids twice
+    equal = -(-vocab // -(-vocab // most))  # the last block goes over few ids twice
     return -(-equal // LANES) * LANES
 
 
 def full_size(vocab: int, block: int | None) -> int:
     """Tokens of a chunk of logits [R,V], or [R,block], likewise."""
-    columns, budget = vocab if block is None else block, FULL_ELEMENTS
+    columns, budget = vocab if block is None else max(block, CPU_BLOCK), FULL_ELEMENTS
     if sharding.platform() == 'tpu':
         budget *= TPU_FACTOR
     elif sharding.platform() == 'cpu' and columns <= CPU_BLOCK:

@@ -114,11 +114,18 @@ def test_forms_follow_the_platform_of_the_mesh():
         assert scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES) == 4 * 832
         assert scoring.tokens_at_once(7, head, None, sharding.DEFAULT_RULES) == 7
         assert scoring.ids_at_once(head, sharding.DEFAULT_RULES) is None
-    sizes = {151936: (512, 2048), 5000: (576, 1792), 2049: (896, 1152), 2048: (512, None)}
-    for vocab, size in (sizes | {64: (16384, None)}).items():
-        head = vocab, 1024
+    sizes = {
+        (151936, 576): (512, 2048),
+        (151936, 2048): (512, 1024),
+        (32000, 10**6): (512, 128),
+        (5000, 1024): (512, 1792),
+        (2049, 1024): (512, 1152),
+        (2048, 1024): (512, None),
+        (64, 1024): (16384, None),
+    }
+    for head, size in sizes.items():
         tokens = scoring.tokens_at_once(None, head, None, sharding.DEFAULT_RULES)
-        assert (tokens, scoring.ids_at_once(head, sharding.DEFAULT_RULES)) == size, vocab
+        assert (tokens, scoring.ids_at_once(head, sharding.DEFAULT_RULES)) == size, head
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ Every side is a process of its own in an environment of its own, ours and tunix'
 jax; sides of a cell run in turn, so that a ratio compares neighbours in time. A ratio above 1 means
 that we are faster: the median over rounds, and the least and the largest. Memory is what a process
 takes at most beyond what importing its libraries takes: weights, loading them, and compiled
-programs from a cache included; temporaries are what a run takes beyond what was loaded and the
-gradients it returns. An aim behind it is for theirs over ours. *First* is seconds
-from reading the weights to the first result, compiling included: in a first process, and in a
-second that finds the first one's compiled programs in jax's persistent cache. Everything is
+programs from a cache included. An aim behind it is for theirs over ours; where weights and
+gradients are most of it, which nobody can do without, for *temporaries*: what the process has at
+most in a later run beyond what was loaded and the gradients that the run returns. *First* is
+seconds from reading the weights to the first result, compiling included: in a first process, and
+in a second that finds the first one's compiled programs in jax's persistent cache. Everything is
 float32.
 
 ![Time over ours, by cell and side](performance.png)
@@ -42,6 +43,7 @@ CISPO = (
 )
 
 TOLERANCE = 1e-4  # of results, relative, in float32
+NOISE = 16.0  # MiB, of a difference of resident sets: less counts as this
 
 
 def ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> np.ndarray:
@@ -74,28 +76,29 @@ def rows(cell: Cell, found: Mapping[str, Any]) -> list[list[str]]:
         if 'failed' in held:
             out.append([name, held['failed'], '', '', '', ''])
             continue
-        middle, spread, memory = '', '', f'{held["memory"]:,.0f} MiB'
+        middle, spread = '', ''
         if label != OURS:
-            times, side = ratio(ours, held), cell.sides[label]
+            times = ratio(ours, held)
             middle = f'{np.median(times):.2f} ({times.min():.2f}-{times.max():.2f})'
-            spread = aimed(side.aim, float(np.median(times)))
-            more = held['memory'] / ours['memory']
-            memory += f', {more:.1f} times ours'
-        if cell.returned is not None:
-            memory += f'; temporaries {temporaries(cell, held):,.0f} MiB'
-            if label != OURS:
-                more = temporaries(cell, held) / temporaries(cell, ours)
-                memory += f', {more:.1f} times ours'
-        if label != OURS and cell.sides[label].memory:
-            memory += f'; {aimed(cell.sides[label].memory, more)}'
+            spread = aimed(cell.sides[label].aim, float(np.median(times)))
         first = f'{held["first"]:.1f} / {held["again"]:.1f} s'
-        out.append([name, speed(held), middle, spread, memory, first])
+        out.append([name, speed(held), middle, spread, memory(cell, label, found), first])
     return out
 
 
-def temporaries(cell: Cell, held: Mapping[str, Any]) -> float:
-    """MiB that a run takes beyond what was loaded and what it returns; 1 at least."""
-    return max(held['working'] - (cell.returned or 0), 1.0)
+def memory(cell: Cell, label: str, found: Mapping[str, Any]) -> str:
+    """MiB of a side, over ours, and the aim: for temporaries where the cell has them."""
+    held, ours, out, over = found[label], found[OURS], [], 0.0
+    measures = {'': lambda x: x['memory']}
+    if cell.returned is not None:
+        measures['temporaries '] = lambda x: max(x['working'] - cell.returned, NOISE)
+    for name, of in measures.items():
+        over = of(held) / of(ours)
+        out.append(f'{name}{of(held):,.0f} MiB')
+        if label != OURS:
+            out[-1] += f', {over:.1f} times ours'
+    aim = cell.sides[label].memory
+    return '; '.join([*out, aimed(aim, over)] if aim else out)
 
 
 def correctness(found: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,6 @@ Sides run in environments of their own, so this file imports nothing but the sta
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -35,29 +34,14 @@ def forget() -> None:
     Path('/proc/self/clear_refs').write_text('5')
 
 
-@dataclasses.dataclass
-class Memory:
-    """Resident set of this process, MiB, beyond what it had when this was made."""
-
-    base: float = dataclasses.field(default_factory=lambda: resident('VmRSS'))
-    most: float = 0.0
-    loaded: float = 0.0
-
-    def read(self) -> float:
-        """The largest since the last reading."""
-        peak = resident('VmHWM') - self.base
-        self.most = max(self.most, peak)
-        forget()
-        return peak
-
-
 def serve(works: Mapping[str, Callable[..., Run]]) -> None:
     """Answer until the input ends.
 
     The first line names the work, its folder and its arguments; it is answered by the seconds from
     loading to the end of the first run, which compiles. Every other line is answered by the seconds
     of one more run. Answers have what the run found, `memory`, which this process has taken at most
-    beyond what importing libraries took, and `working`, what this run took beyond what was loaded.
+    beyond what importing libraries took, and `working`, what it had at most in this run beyond what
+    was loaded.
     """
     answers = os.fdopen(os.dup(1), 'w')
     os.dup2(2, 1)  # libraries print; their lines are no answers
@@ -70,18 +54,20 @@ def serve(works: Mapping[str, Callable[..., Run]]) -> None:
 
 def _answer(works: Mapping[str, Callable[..., Run]], answers: Any) -> None:
     forget()
-    memory, run = Memory(), None
+    imported, loaded, most, run = resident('VmRSS'), 0.0, 0.0, None
     for line in sys.stdin:
         began = time.perf_counter()
         if run is None:
             asked = json.loads(line)
             run = works[asked['work']](Path(asked['folder']), **asked['arguments'])
-            memory.read()
-            memory.loaded = resident('VmRSS') - memory.base
+            loaded, most = resident('VmRSS'), resident('VmHWM')
+        forget()
         found = run()
         seconds = time.perf_counter() - began
-        working = memory.read() - memory.loaded
-        answer = {'seconds': seconds, 'memory': memory.most, 'working': working, 'found': found}
+        peak = resident('VmHWM')
+        most = max(most, peak)
+        answer = {'seconds': seconds, 'memory': most - imported, 'working': peak - loaded}
+        answer['found'] = found
         answers.write(json.dumps(answer) + '\n')
         answers.flush()
 
