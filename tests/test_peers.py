@@ -99,36 +99,36 @@ def test_rows_go_from_padding_on_both_sides_to_ours_and_back():
         assert int(batch.mask[row].sum()) == kept[row].sum()
 
 
+def answers(monkeypatch, capfd, work, **arguments):
+    """Three answers of a side."""
+    asked = json.dumps({'work': 'work', 'folder': 'abc', 'arguments': arguments})
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(f'{asked}\n\n\n'))
+    monkeypatch.setattr(serve.os, 'dup2', lambda *_: None)  # pytest needs its own
+    serve.serve({'work': work})
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith('{')]
+    return [json.loads(line) for line in lines]
+
+
 def test_a_side_answers_in_lines(monkeypatch, capfd):
     def work(folder, times):
         print('what a library prints is no answer')
         return lambda: {'product': times * len(str(folder))}
 
-    asked = json.dumps({'work': 'work', 'folder': 'abc', 'arguments': {'times': 2}})
-    monkeypatch.setattr(sys, 'stdin', io.StringIO(f'{asked}\n\n\n'))
-    monkeypatch.setattr(serve.os, 'dup2', lambda *_: None)  # pytest needs its own
-    serve.serve({'work': work})
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith('{')]
-    answers = [json.loads(line) for line in lines]
-    assert [answer['found'] for answer in answers] == [{'product': 6}] * 3
+    found = [answer['found'] for answer in answers(monkeypatch, capfd, work, times=2)]
+    assert found == [{'product': 6}] * 3
 
 
 def test_working_memory_is_what_one_run_takes(monkeypatch, capfd):
-    size = 2**25
+    size = 2**26
 
     def work(folder):
         held = np.ones(size, np.uint8)
         more = iter([4, 2, 1])
         return lambda: {'sum': int(np.ones(next(more) * size, np.uint8)[0] + held[0])}
 
-    asked = json.dumps({'work': 'work', 'folder': 'abc', 'arguments': {}})
-    monkeypatch.setattr(sys, 'stdin', io.StringIO(f'{asked}\n\n\n'))
-    monkeypatch.setattr(serve.os, 'dup2', lambda *_: None)
-    serve.serve({'work': work})
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith('{')]
-    answers = [json.loads(line) for line in lines]
-    assert [x['working'] for x in answers] == pytest.approx([128, 64, 32], abs=8)
-    assert [x['memory'] for x in answers] == pytest.approx([160] * 3, abs=8)
+    found = answers(monkeypatch, capfd, work)
+    assert [x['working'] for x in found] == pytest.approx([256, 128, 64], abs=24)
+    assert [x['memory'] for x in found] == pytest.approx([320] * 3, abs=24)
 
 
 def test_rewards_are_digits_from_the_left():
