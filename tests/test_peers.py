@@ -154,6 +154,20 @@ def test_the_page_compares_rounds():
     assert 'agree to 1e-05' in text
 
 
+def test_the_summary_counts_aims_and_names_who_is_ahead():
+    side = dict(memory=512.0, found={})
+    found = {
+        'policyopt': side | {'seconds': [1.0, 2.0]},
+        'trl': side | {'seconds': [2.0, 4.0], 'memory': 400.0},
+        'tunix': side | {'seconds': [0.5, 1.0]},
+        'products alone': side | {'seconds': [0.7, 1.4], 'memory': 100.0},
+    }
+    assert page.summary({'update-8192': found}) == (
+        'Of 3 aims for time 2 are met. Faster than we are: tunix in `update-8192` (0.50). '
+        'TRL takes less memory in `update-8192`.'
+    )
+
+
 def test_temporaries_are_beyond_what_was_loaded_and_returned():
     cell = cells_lib.cells()['score-576-full']
     side = dict(first=9.0, again=3.0, memory=900.0, seconds=[1.0], found={'sum': 1.0})

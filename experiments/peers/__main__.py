@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known, console = cells(given.fast), Console()
     if given.list:
         for cell in known.values():
-            console.print(f'{cell.name:24} {cell.what}')
+            console.print(f'{cell.name:24} {cell.what}', soft_wrap=True)
         return
     held = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {'cells': {}}
     chosen = [] if given.table else given.names or list(known)

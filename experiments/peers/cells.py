@@ -143,7 +143,11 @@ MIXTURE = (
     'for TPU. "dense layer" has as many parameters as a token meets in the mixture.'
 )
 SUPPORT = (
-    "Only policyopt and plain jax score the support: TRL and tunix can't, and score everything."
+    "Only policyopt scores the support alone: TRL and tunix can't and score everything, plain jax "
+    'takes the support of all logits.'
+)
+LANGUAGE = (
+    "TRL's side is `generate`, its loss in four parts and AdamW, without its trainer's buffers."
 )
 
 
@@ -229,7 +233,8 @@ def language(fast: bool) -> list[Cell]:
         out.append(Cell(f'smollm2-{rows}', what, prepare, sides('generate', asked), absent))
     asked = dict(rows=8 if fast else 32, tokens=tokens)
     what = f'SmolLM2-135M, a GRPO step of {asked["rows"]} x ({prompt} + {tokens})'
-    out.append(Cell('smollm2-step', what, prepare, sides('language_step', asked), absent))
+    step = sides('language_step', asked)
+    out.append(Cell('smollm2-step', what, prepare, step, absent, notes=[LANGUAGE]))
     return out
 
 

@@ -14,26 +14,39 @@ from experiments.peers.cells import OURS, PEERS, Cell, cells
 HEAD = """# Beside other libraries
 
 The same work by policyopt, [TRL](https://github.com/huggingface/trl) (transformers, PyTorch) and
-[tunix](https://github.com/google/tunix) (jax), on the same weights and the same rows, in one run.
-Written by `python -m experiments.peers`, which `make peers` sets up and runs.
+[tunix](https://github.com/google/tunix) (jax), on the same weights and the same rows. Written by
+`python -m experiments.peers`, which `make peers` sets up and runs.
 
-Every side is a process of its own in an environment of its own, ours and tunix's with the same
-jax; sides of a cell run in turn, so that a ratio compares neighbours in time. A ratio above 1 means
-that we are faster: the median over rounds, and the least and the largest. Memory is what a process
-takes at most beyond what importing its libraries takes: weights, loading them, and compiled
-programs from a cache included. An aim behind it is for theirs over ours; where weights and
-gradients are most of it, which nobody can do without, for *temporaries*: what the process has at
-most in a later run beyond what was loaded and the gradients that the run returns. *First* is
-seconds from reading the weights to the first result, compiling included: in a first process, and
-in a second that finds the first one's compiled programs in jax's persistent cache. Everything is
-float32.
+Every side is a process of its own in an environment of its own, ours and tunix's with the same jax,
+which is newer than the one that `make setup` installs. Sides of a cell run in turn, five rounds of
+them, so that a ratio compares neighbours in time; cells were measured on different days, and their
+seconds don't compare. Everything is float32. V is the vocabulary, D the width; the models of
+`correctness`, `update`, `generate` and `long-tail` have 4 layers, D 256, feed-forward layers of
+768, 8 heads and 4 key heads of 32, that of `rl-step` 2 layers of D 128 and 512, mixture layers
+D 256 and experts of 512 (8) or 128 (64).
+
+- *A run*: the median over rounds.
+- *Their time over ours*: the median of the rounds' ratios, and the least and the largest; it need
+  not be the ratio of the medians. Above 1 we are faster. The *aim* is what we wanted it to be at
+  least, set before anything was measured; where the range spans it, met or missed is noise.
+- *Memory*: what a process takes at most beyond what importing its libraries takes: weights, loading
+  them, and compiled programs from a cache included. Its aim is for theirs over ours. In scoring,
+  weights and gradients are most of memory, and nobody can do without: there an aim that was first
+  set for all of it is for *temporaries*, what the process has at most in a later run beyond what
+  was loaded and the gradients that the run returns. Less than 16 MiB counts as 16, and what
+  compiling left behind is counted too.
+- *First*: seconds from reading the weights to the first result, compiling included: in a first
+  process, and in a second that finds the first one's compiled programs in jax's persistent cache.
+- *Results agree*: the relative difference of one number of each side's, the loss of an update, the
+  sum of log-probs, the norm of a mixture's gradient. Drawn tokens are not compared.
 
 ![Time over ours, by cell and side](performance.png)
 
 *Time over ours: median and range over the rounds; a bar across is what was aimed at.*
 
-On TPU nothing is slower for it by the compiler's estimates: of the thirty programs of
-[scale.md](scale.md) 27 are the same as before, and the three of prefill take 1 to 8 % less.
+What was made faster for processors changes little on TPU: of the thirty programs of
+[scale.md](scale.md), compiled before and after, 27 are the same, and the three of prefill take 1 to
+8 % less by the compiler's estimate.
 """
 
 CISPO = (
@@ -130,7 +143,9 @@ def lines(cell: Cell, found: Mapping[str, Any]) -> list[str]:
         word = 'agree to' if max(agree) <= TOLERANCE else '**differ by**'
         out += ['', f'Results {word} {max(agree):.0e}.']
     out += ['', ' '.join(cell.notes)] if cell.notes else []
-    return out + [f'{PEERS.get(label, label)}: {why}.' for label, why in cell.absent.items()]
+    for label, why in cell.absent.items():
+        out += ['', f'{PEERS.get(label, label)}: {why}.']
+    return out
 
 
 def gaps(found: Mapping[str, Any]) -> list[float]:
@@ -150,12 +165,15 @@ def draw(figure: Any, held: Mapping[str, Any]) -> None:
     shown = [name for name in cells() if name in held and name != 'correctness']
     axis = figure.subplots()
     labels = dict.fromkeys(side for name in shown for side in held[name] if side != OURS)
+    for row in range(1, len(shown)):
+        axis.axhline(row - 0.5, color='gainsboro', lw=0.5, zorder=0)
     for colour, label in zip(itertools.cycle(COLOURS), labels):
         said = PEERS.get(label, label)
         for row, name in enumerate(shown):
-            found = held[name].get(label, {})
+            found, sides = held[name].get(label, {}), [x for x in held[name] if x != OURS]
             if 'seconds' in found:
-                times, at = ratio(held[name][OURS], found), row + 0.12 * list(labels).index(label)
+                times = ratio(held[name][OURS], found)
+                at = row + 0.18 * (sides.index(label) - (len(sides) - 1) / 2)
                 axis.plot([times.min(), times.max()], [at, at], color=colour, lw=2)
                 axis.plot(np.median(times), at, 'o', color=colour, ms=5, label=said)
                 if aim := cells()[name].sides[label].aim:
@@ -172,9 +190,28 @@ def draw(figure: Any, held: Mapping[str, Any]) -> None:
     tidy(axis)
 
 
+def summary(held: Mapping[str, Any]) -> str:
+    """How many aims were met, and where others are ahead of us."""
+    aims, ahead, smaller = [], [], {}
+    for name, cell in cells().items():
+        for label, side in cell.sides.items():
+            theirs = held.get(name, {}).get(label, {})
+            if side.aim and 'seconds' in theirs:
+                middle = float(np.median(ratio(held[name][OURS], theirs)))
+                aims.append(middle >= side.aim)
+                if middle < min(side.aim, 1):
+                    ahead.append(f'{PEERS.get(label, label)} in `{name}` ({middle:.2f})')
+                if label in PEERS and theirs['memory'] < held[name][OURS]['memory']:
+                    smaller.setdefault(PEERS[label], []).append(f'`{name}`')
+    others = f' Faster than we are: {", ".join(ahead)}.' if ahead else ''
+    for peer, names in smaller.items():
+        others += f' {peer} takes less memory in {", ".join(names)}.'
+    return f'Of {len(aims)} aims for time {sum(aims)} are met.{others}'
+
+
 def page(held: Mapping[str, Any]) -> str:
     """The page."""
-    out = [HEAD]
+    out = [HEAD, summary(held['cells']), '']
     if 'versions' in held:
         named = '; '.join(f'{PEERS.get(k, k)}: {v}' for k, v in held['versions'].items())
         out += [f'{held["processors"]} processors. {named}.', '']

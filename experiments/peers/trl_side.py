@@ -272,7 +272,9 @@ def language_step(folder: Path, rows: int, tokens: int) -> Run:
     trainer = trainer_of(folder, tokens, rows, ARGUMENTS['grpo'])
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
     draw = drawer(trainer.model, tokens, 1.0)
-    scores = torch.randn(rows)
+    scores = torch.randn(rows // 4, 4)
+    scores = scores - scores.mean(1, keepdim=True)
+    scores = (scores / (scores.std(1, keepdim=True) + 1e-4)).reshape(rows)
 
     def run() -> dict[str, float]:
         answers = draw(prompts)[:, prompts.shape[1] :]
