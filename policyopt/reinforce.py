@@ -353,7 +353,7 @@ def record_accuracy(setup: Setup, params: Any, loop: Loop, step: int) -> evaluat
 
 
 def explanation(setup: Setup) -> str:
-    """What the two accuracies that are shown are."""
+    """What the numbers that are shown are."""
     c = setup.config
     how = 'greedy' if c.evaluation.temperature == 0 else f'temperature {c.evaluation.temperature}'
     by = 'the parameters' if c.ema is None else 'the moving average of the parameters'
@@ -365,7 +365,9 @@ def explanation(setup: Setup) -> str:
         )
     return (
         'sampled accuracy: right answers of all drawn in a step; held-out accuracy: right answers '
-        f'to {len(setup.task.held_out)} problems never trained on, {how}, by {by}{ahead}'
+        f'to {len(setup.task.held_out)} problems never trained on, {how}, by {by}; frozen: tokens '
+        'outside the clip range, without gradient; KL to the sampler and entropy: nats a token'
+        f'{ahead}'
     )
 
 
