@@ -190,12 +190,13 @@ def tokens_at_once(
     What is chosen by size keeps the logits of each device's share, over the vocabulary or the K
     `kept` ids, within what `scoring_kernels` allows on its platform.
     """
-    if chunk is None:
-        vocab, width = head
-        full = full_size(vocab, ids_at_once(head, rules))
-        size = full if kept is None else support_size(kept, width)
-        return size * sharding.batch_shards(rules)
-    return chunk_size(chunk, 1, 1)
+    if chunk is not None:
+        return chunk_size(chunk, 1, 1)
+    if kept is None:
+        size = full_size(head[0], ids_at_once(head, rules))
+    else:
+        size = support_size(kept, head[1])
+    return size * sharding.batch_shards(rules)
 
 
 def ids_at_once(head: tuple[int, ...], rules: sharding.Rules) -> int | None:

@@ -31,8 +31,8 @@ SUPPORT_ELEMENTS = 2**21
 # would take longer than the products.
 TPU_FACTOR = 4
 # On CPU logits have so many ids of the vocabulary, fewer where their rows of the head would have
-# more than so many elements, and so many elements themselves: all of it stays in the cache, and of
-# the last chunk little is padding.
+# more than so many elements, and so many elements themselves: few MiB at a time, which a cache can
+# hold, and of the last chunk little is padding.
 CPU_BLOCK, CPU_HEAD, CPU_ELEMENTS = 2048, 2**21, 2**20
 LANES = 128  # blocks are multiples of it
 

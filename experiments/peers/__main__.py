@@ -123,7 +123,7 @@ def measure(cell: Cell, folder: Path, environments: Path, rounds: int) -> dict[s
             'again': round(process.first['seconds'], 2),
             'seconds': [round(answer['seconds'], 5) for answer in answers[label]],
             'memory': round(answers[label][-1]['memory'], 1),
-            # Of the first run compiling is a part.
+            # Without the first run, which compiles.
             'working': round(max(answer['working'] for answer in answers[label]), 1),
             'found': process.first['found'],
         }

@@ -18,8 +18,8 @@ The same work by policyopt, [TRL](https://github.com/huggingface/trl) (transform
 `python -m experiments.peers`, which `make peers` sets up and runs.
 
 Every side is a process of its own in an environment of its own, ours and tunix's with the same jax,
-which is newer than the one that `make setup` installs. Sides of a cell run in turn, five rounds of
-them, so that a ratio compares neighbours in time; cells were measured on different days, and their
+which is newer than the one that `make setup` installs. Sides of a cell run in turn, round after
+round, so that a ratio compares neighbours in time; cells may be of different days, and their
 seconds don't compare. Everything is float32. V is the vocabulary, D the width; the models of
 `correctness`, `update`, `generate` and `long-tail` have 4 layers, D 256, feed-forward layers of
 768, 8 heads and 4 key heads of 32, that of `rl-step` 2 layers of D 128 and 512, mixture layers
@@ -214,7 +214,9 @@ def page(held: Mapping[str, Any]) -> str:
     out = [HEAD, summary(held['cells']), '']
     if 'versions' in held:
         named = '; '.join(f'{PEERS.get(k, k)}: {v}' for k, v in held['versions'].items())
-        out += [f'{held["processors"]} processors. {named}.', '']
+        sides = [side for found in held['cells'].values() for side in found.values()]
+        rounds = min(len(side['seconds']) for side in sides if 'seconds' in side)
+        out += [f'{held["processors"]} processors, {rounds} rounds. {named}.', '']
     for name, cell in cells().items():
         if name in held['cells']:
             out += [*lines(cell, held['cells'][name]), '']
